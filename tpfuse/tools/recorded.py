@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from tpfuse.kernels import launch
@@ -30,7 +31,7 @@ class Job:
     operator: str
     family: str
     dtype: str
-    source: Any  # Triton's ASTSource
+    source: Any  # Triton's ASTSource, or Gluon's
     num_warps: int
     num_stages: int
 
@@ -53,14 +54,15 @@ def target(family: str) -> GPUTarget:
 
 
 def source_of(recorded: Launch, family: str) -> Any:
-    """Return the ASTSource of a launch, specialised for its arguments."""
+    """Return the source of a launch, specialised for its arguments."""
     kernel = recorded.kernel
     backend = make_backend(target(family))
     options = {"num_warps": recorded.num_warps, "num_stages": recorded.num_stages}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, rest = bind(**recorded.arguments, **options)
     _, signature, constants, attributes = kernel._pack_args(backend, dict(options), bound, specialization, rest)
-    return ASTSource(kernel, signature, constants, attributes)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return source(kernel, signature, constants, attributes)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """gemm: a linear layer with bias, activation and residual."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,20 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import family
 from tpfuse.ops.gemm import gemm
-from tpfuse.tools.operator import CallCost, Draw, Launchers, Operator, Outputs, Shape, Tensors, gradients, seeded_draw
+from tpfuse.tools.operator import (
+    META,
+    CallCost,
+    Draw,
+    Launchers,
+    Operator,
+    Outputs,
+    Shape,
+    Tensors,
+    gradients,
+    seeded_draw,
+)
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,22 @@ def launches(dtype: torch.dtype) -> None:
     activation_backward(empty(m, n), empty(m, n), "gelu_tanh")
     # K is split, since there are few tiles.
     gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")
+    if family(META) == "sm_90" and dtype.itemsize == 2:
+        _ping_pong_launches(empty)
+
+
+def _ping_pong_launches(empty: Callable[..., Tensor]) -> None:
+    """Launch what models need of `gemm_ping_pong`: each forward and each gradient of an activation, and a residual."""
+    from tpfuse.kernels.gemm_ping_pong import gemm_ping_pong, gemm_ping_pong_gradient
+
+    m, n, k = 8192, 16384, 4096
+    for activation in ACTIVATIONS:
+        keep = activation is not None
+        gemm_ping_pong(empty(m, k), empty(n, k), empty(n), activation=activation, keep_preactivation=keep)
+        if activation is not None and activation not in GATED:
+            gemm_ping_pong_gradient(empty(m, k), empty(k, n), empty(m, n), activation)
+    gemm_ping_pong(empty(m, k), empty(n, k), empty(n), empty(m, n))
+    gemm_ping_pong(empty(m, k), empty(n, k), activation="swiglu", keep_preactivation=True)
 
 
 _SMALL = (
