@@ -200,7 +200,7 @@ def wgmma_body(*changes: tuple[str, str]) -> str:
         (wgmma_body((WAIT, WAIT[:-2] + "1;")), WgmmaHazard, "is accessed while"),
         (wgmma_body(("fence.proxy.async.shared::cta;", "")), SharedRace, "no fence.proxy.async comes between"),
         (wgmma_body(("bar.sync 0;", "")), SharedRace, "which warp 1 wrote, and no barrier orders the two"),
-        (wgmma_body((WAIT, STORE + WAIT)), SharedRace, "write, but a wgmma that nobody has waited for reads it"),
+        (wgmma_body((WAIT, STORE + WAIT)), SharedRace, "write, but a wgmma or TMA store that nobody has waited"),
         (wgmma_body((WAIT, WAIT + STORE)), SharedRace, "which another warp read"),
         (wgmma_body((WAIT, WAIT + "bar.sync 0;" + STORE)), PtxError, ""),
         (wgmma_body((WAIT, "ret;")), WgmmaHazard, "the program ends before"),
@@ -405,7 +405,7 @@ def test_a_fault_of_a_tile_is_named(body: str, fault: type[PtxError], message: s
 def test_a_tile_may_be_read_until_its_wait_ends() -> None:
     """A copy takes what is stored before it begins. Of what is stored while it runs, it may take anything."""
     given, matrix = aligned_matrix(21, 48, np.uint16)
-    store = "setp.eq.s32 %p9, %r0, 0;\n@%p9 st.global.b32 [%d0+768], 7;\n"
+    store = "setp.eq.s32 %p9, %r0, 0;\n@%p9 st.global.b32 [%d0+768], 7;\nfence.proxy.async.global;\n"
     got = run_tile(changed(TILE, (ASYNC, store + ASYNC)) + store_shared(2048), given, 2048).view(np.uint16)
     assert matrix[8, 0] == 7 and got[0] == 7
     with pytest.raises(GlobalRace, match="the source of a bulk copy has changed") as caught:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tpfuse.explore.ptx import launches
 from tpfuse.kernels import launch
 from tpfuse.kernels.configurations import TABLE, Configuration, override, read_table
 from tpfuse.kernels.launch import Launch
@@ -31,7 +31,7 @@ class Job:
     operator: str
     family: str
     dtype: str
-    source: Any  # Triton's ASTSource, or Gluon's
+    source: Any  # Triton's ASTSource
     num_warps: int
     num_stages: int
 
@@ -54,15 +54,14 @@ def target(family: str) -> GPUTarget:
 
 
 def source_of(recorded: Launch, family: str) -> Any:
-    """Return the source of a launch, specialised for its arguments."""
+    """Return what Triton compiles for a launch, specialised for its arguments."""
     kernel = recorded.kernel
     backend = make_backend(target(family))
     options = {"num_warps": recorded.num_warps, "num_stages": recorded.num_stages}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, rest = bind(**recorded.arguments, **options)
     _, signature, constants, attributes = kernel._pack_args(backend, dict(options), bound, specialization, rest)
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    return source(kernel, signature, constants, attributes)
+    return launches.source_of(kernel, signature, constants, attributes)
 
 
 @dataclass

@@ -98,8 +98,7 @@ def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation
         spilled=spilled,
         shared=metadata.shared,
         programs=occupancy(identity["family"], registers, metadata.shared, metadata.num_warps, tensor_memory),
-        # Gluon's kernels begin at the second representation, in which every product has become an instruction's.
-        dot="tt.dot" in kernel.asm.get("ttir", "") or "warp_group_dot" in kernel.asm["ttgir"],
+        dot=re.search(r"\b(tt\.dot|warp_group_dot)\b", kernel.asm["ttgir"]) is not None,
         tensor_cores=tensor_cores(ptx),
         loads=access_widths(ptx, "ld"),
         stores=access_widths(ptx, "st"),

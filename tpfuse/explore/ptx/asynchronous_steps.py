@@ -14,6 +14,12 @@ from tpfuse.explore.ptx.slots import Slots
 from tpfuse.explore.ptx.wgmma import WARPGROUP, Multiplicand, Product, chunk_addresses
 
 _DEPTHS = {"bf16": 16, "f16": 16, "tf32": 8}
+# The forms of fence.proxy.async -> whether they are for shared, and for global memory
+_FENCES = {
+    "fence.proxy.async": (True, True),
+    "fence.proxy.async.shared::cta": (True, False),
+    "fence.proxy.async.global": (False, True),
+}
 # The forms of mbarrier -> the numbers of their targets and of the operands after the address
 _MBARRIER_FORMS = {
     "init.shared::cta.b64": (0, 1),
@@ -108,8 +114,13 @@ def elect(slots: Slots, instruction: PtxInstruction) -> Step:
 
 def fence(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return fence.proxy."""
-    if instruction.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
-        return for_threads(slots, instruction, lambda p, threads: p.shared.proxy_fence(np.unique(p.warp_of[threads])))
+    if instruction.opcode in _FENCES:
+        inside, outside = _FENCES[instruction.opcode]
+
+        def between(p: Program, threads: Array) -> None:
+            p.shared.proxy_fence(np.unique(p.warp_of[threads]), inside=inside, outside=outside)
+
+        return for_threads(slots, instruction, between)
     source, size = instruction.operands
     if instruction.opcode != "fence.proxy.tensormap::generic.acquire.gpu" or size.value != tensor_maps.SIZE:
         raise ValueError

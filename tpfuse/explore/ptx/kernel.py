@@ -21,7 +21,8 @@ from tpfuse.explore.ptx.slots import Slots
 
 Grid = Sequence[int]  # three sizes, or a place
 _MOST = 1_000_000  # blocks of instructions that a program executes
-_ENDS = {"bra": "branch", "ret": "exit", "exit": "exit", "bar": "barrier"}
+_ENDS = {"bra": "branch", "brx": "branch", "ret": "exit", "exit": "exit"}
+_ENDS |= {"bar": "barrier", "barrier": "barrier", "setmaxnreg": "registers"}
 _MAKERS: dict[str, Callable[..., Step]] = {
     "ld": memory_steps.load,
     "st": memory_steps.store,
@@ -59,19 +60,26 @@ class Kernel:
         self._touched = [asynchronous_steps.touched(self._slots, x) for x in code if asynchronous]
 
     def run(
-        self, grid: Grid, arguments: Sequence[Any], *, memory: GlobalMemory | None = None, most_blocks: int = _MOST
+        self,
+        grid: Grid,
+        arguments: Sequence[Any],
+        *,
+        memory: GlobalMemory | None = None,
+        most_blocks: int = _MOST,
+        seed: int | None = None,
     ) -> None:
         """Run the programs of a grid one after another.
 
         arguments: tensors on the CPU, integers and floats, one for each of the kernel's parameters; None is the address
         0. memory: what the kernel may access; by default the tensors among the arguments. most_blocks: how many blocks
-        of instructions a program may execute. Raise a PtxError for a fault.
+        of instructions a program may execute. seed: of the order in which warps run that could all run (`Program`).
+        Raise a PtxError for a fault.
         """
         given = self.bind(arguments)
         memory = memory or GlobalMemory(Buffer.of(name, x) for name, x in self.tensors(arguments))
         sizes = (*grid, 1, 1)[:3]
         for z, y, x in product(*(range(size) for size in reversed(sizes))):
-            self.run_program((x, y, z), sizes, given, memory, most_blocks)
+            self.run_program((x, y, z), sizes, given, memory, most_blocks, seed)
 
     def tensors(self, arguments: Sequence[Any]) -> list[tuple[str, Tensor]]:
         """Return the tensors among the arguments, with the names of their parameters."""
@@ -94,7 +102,13 @@ class Kernel:
         return immediate(int(given), bits_of(kind))
 
     def run_program(
-        self, index: Grid, grid: Grid, given: dict[str, Any], memory: GlobalMemory, most_blocks: int = _MOST
+        self,
+        index: Grid,
+        grid: Grid,
+        given: dict[str, Any],
+        memory: GlobalMemory,
+        most_blocks: int = _MOST,
+        seed: int | None = None,
     ) -> None:
         """Run one program. given: as `bind` returns it."""
         threads, slots, thread = self.parsed.threads, self._slots, np.arange(self.parsed.threads)
@@ -106,7 +120,7 @@ class Kernel:
         for name in values.keys() & slots.by_name.keys():
             registers[slots.by_name[name]] = values[name]
         shared = CheckedSharedMemory(self.shared, slots.granule, threads // LANES)
-        program = Program(self.parsed, self._blocks, self._touched, registers, memory, shared, tuple(index))
+        program = Program(self.parsed, self._blocks, self._touched, registers, memory, shared, tuple(index), seed)
         with np.errstate(all="ignore"):
             program.run(most_blocks)
 
@@ -115,17 +129,17 @@ def _blocks(kernel: Parsed, slots: Slots, single: bool) -> list[StepBlock]:
     """Return the blocks of a kernel in the order of `control_flow`. single: each instruction is a step of its own."""
     code = kernel.instructions
     ends = {index: _ENDS[x.parts[0]] for index, x in enumerate(code) if x.parts[0] in _ENDS and "warp" not in x.parts}
-    # Threads that have diverged meet where a block begins: a barrier is a block of its own.
-    starts = {0, *(index + 1 for index in ends), *(index for index, end in ends.items() if end == "barrier")}
-    starts |= {x.target for x in code if x.target is not None}
+    # Threads that have diverged meet where a block begins: what lets threads wait is a block of its own.
+    starts = {0, *(index + 1 for index in ends), *(i for i, end in ends.items() if end in ("barrier", "registers"))}
+    starts |= {target for x in code for target in x.targets}
     ordered = sorted(start for start in starts if start < len(code))
     spans = [range(start, after) for start, after in zip(ordered, [*ordered[1:], len(code)], strict=True)]
     numbers = {span[0]: number for number, span in enumerate(spans)}
     following: list[list[int]] = []
     for number, span in enumerate(spans):
         last, end = code[span[-1]], ends.get(span[-1], "next")
-        goes_on = end in ("next", "barrier") or last.guard is not None
-        following.append([number + 1] * goes_on + [numbers[x] for x in (last.target,) if x is not None])
+        goes_on = end not in ("branch", "exit") or last.guard is not None
+        following.append([number + 1] * goes_on + [numbers[x] for x in last.targets])
     if len(spans) in following[-1]:
         raise Unsupported(f"{kernel.name} does not end with ret or a branch")
     order = [*weak_topological_order(following), -1]
@@ -135,10 +149,11 @@ def _blocks(kernel: Parsed, slots: Slots, single: bool) -> list[StepBlock]:
         inside = span if end == "next" else span[:-1]
         groups = [[index] for index in inside] if single else _groups(code, inside)
         steps = tuple((group[0], _step(slots, *[code[index] for index in group])) for group in groups)
-        target = -1 if last.target is None else order[numbers[last.target]]
+        targets = tuple(order[numbers[x]] for x in last.targets)
         guard = slots.guard(last) if end in ("branch", "exit") else None
-        barrier = _barrier(last) if end == "barrier" else -1
-        blocks.append(StepBlock(steps, end, span[-1], target, order[number + 1], guard, barrier))
+        choice = slots.slot(last.operands[0], 32) if last.parts[0] == "brx" else None
+        numbered = _barrier(last) if end == "barrier" else _registers(last, kernel) if end == "registers" else ()
+        blocks.append(StepBlock(steps, end, span[-1], targets, order[number + 1], guard, choice, numbered))
     return [blocks[number] for number in sorted(numbers.values(), key=order.__getitem__)]
 
 
@@ -172,9 +187,25 @@ def _step(slots: Slots, instruction: PtxInstruction, *others: PtxInstruction) ->
         raise Unsupported(f"{instruction.opcode} with these operands is not supported\n  {instruction}") from None
 
 
-def _barrier(instruction: PtxInstruction) -> int:
-    """Return the number of a barrier at which all threads of a program meet."""
+def _barrier(instruction: PtxInstruction) -> tuple[int, int]:
+    """Return the number of a barrier, and how many threads meet there: 0 stands for all of a program."""
     match instruction:
-        case PtxInstruction(opcode="bar.sync", operands=(Immediate(value=number),), guard=None):
-            return number
+        case PtxInstruction(opcode="bar.sync" | "barrier.sync", operands=(Immediate(value=number), *rest), guard=None):
+            match rest:
+                case []:
+                    return number, 0
+                case [Immediate(value=count)] if count and count % LANES == 0:
+                    return number, count
+    raise Unsupported(f"{instruction} is not supported")
+
+
+def _registers(instruction: PtxInstruction, kernel: Parsed) -> tuple[int]:
+    """Return how many registers a thread has after setmaxnreg."""
+    match instruction:
+        case PtxInstruction(
+            opcode="setmaxnreg.inc.sync.aligned.u32" | "setmaxnreg.dec.sync.aligned.u32",
+            operands=(Immediate(value=count),),
+            guard=None,
+        ) if kernel.registers and count % 8 == 0 and 24 <= count <= 256:
+            return (count,)
     raise Unsupported(f"{instruction} is not supported")

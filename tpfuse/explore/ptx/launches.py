@@ -1,5 +1,6 @@
 """Launches of Triton's kernels that run as they are compiled, on the CPU."""
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tpfuse.explore.ptx import ranks
@@ -27,11 +29,14 @@ _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
 @contextmanager
-def compiled(family: str = "sm_80", edit: Callable[[str], str] = str) -> Iterator[Callable[[ExploredRun], None]]:
-    """Within the block, launches of Triton's kernels (`kernel[grid](...)`) run compiled, on CPU tensors.
+def compiled(
+    family: str = "sm_80", edit: Callable[[str], str] = str, seed: int | None = None
+) -> Iterator[Callable[[ExploredRun], None]]:
+    """Within the block, launches of kernels of Triton or Gluon (`kernel[grid](...)`) run compiled, on CPU tensors.
 
     Triton compiles each of them up to PTX for GPUs of `family`, "sm_80" or "sm_90", without a GPU. `edit` changes the
-    PTX of each kernel. `explore(..., launches=compiled)` explores a protocol in this way, with the barriers that the
+    PTX of each kernel. seed: of the order in which warps run that could all run; None: those first whose instructions
+    come first. `explore(..., launches=compiled)` explores a protocol in this way, with the barriers that the
     compiler has written. A kernel may access its arguments, and tensors whose addresses were taken within the block if
     a table among the arguments has these. Raise ValueError for another family, and if Triton interprets kernels in this
     process.
@@ -55,19 +60,19 @@ def compiled(family: str = "sm_80", edit: Callable[[str], str] = str) -> Iterato
         key = function, family, edit, repr(specialization), repr(sorted(rest.items()))
         if key not in _kernels:
             parsed, *parts = function._pack_args(backend, rest, named, specialization, rest)
-            _kernels[key] = _compile(ASTSource(function, *parts), backend, parsed, edit)
+            _kernels[key] = _compile(source_of(function, *parts), backend, parsed, edit)
         kernel, programs = _kernels[key], grid(named) if callable(grid) else grid
         arguments = [x for x, (kind, *_) in zip(named.values(), specialization, strict=True) if kind != "constexpr"]
         # Triton's own: in the first scratch memory each program makes its tensor maps; the second one is not used.
         arguments += [_scratch(kernel.scratch * math.prod(programs)), None]
         if current:
-            ranks.launch(current[0], kernel, programs, arguments)
+            ranks.launch(current[0], kernel, programs, arguments, seed)
         else:
             buffers = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
             tables = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int64]
             places = {place for x in tables if x.numel() <= _MOST_RANKS for place in x.flatten().tolist()}
             behind = [Buffer.of("memory of a table", addressed[x]) for x in places if x in addressed]
-            kernel.run(programs, arguments, memory=GlobalMemory([*buffers, *behind]))
+            kernel.run(programs, arguments, memory=GlobalMemory([*buffers, *behind]), seed=seed)
 
     def address(x: Tensor) -> int:
         """Keep for each address the longest tensor on the CPU that begins there."""
@@ -94,6 +99,11 @@ def _binder(function: Any, family: str) -> tuple[Any, Callable[..., Any]]:
     return backend, create_function_from_signature(function.signature, function.params, backend)
 
 
+def source_of(function: Any, *parts: Any) -> ASTSource:
+    """Return what Triton compiles of a kernel of its own language or of Gluon. parts: as `_pack_args` returns them."""
+    return (GluonASTSource if function.is_gluon() else ASTSource)(function, *parts)
+
+
 def _compile(source: Any, backend: Any, options: Any, edit: Callable[[str], str]) -> Kernel:
     """Return a kernel compiled up to PTX: ptxas is not run."""
     context = ir.context()
@@ -104,7 +114,7 @@ def _compile(source: Any, backend: Any, options: Any, edit: Callable[[str], str]
     metadata = {**vars(options), "target": backend.target}
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
-    for stage in ("ttir", "ttgir", "llir", "ptx"):
+    for stage in itertools.takewhile(lambda stage: stage != "cubin", stages):
         code = stages[stage](code, metadata)
     if metadata["profile_scratch_size"]:
         raise ValueError(f"{source.name} needs memory for a profile, which is not emulated")

@@ -211,14 +211,18 @@ def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
 
 
 def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:
-    """Return an instruction of cp.async.bulk: a copy of a tile from global to shared memory, which an mbarrier ends.
-
-    No other copy is supported, and so none is in the groups for which wait_group waits.
-    """
-    if instruction.parts[3] in ("commit_group", "wait_group"):
-        return lambda p: None
-    target, source, barrier = instruction.operands
-    axes, form = source.coordinates, ".".join(SPACES.get(x, x) for x in instruction.parts[3:])
+    """Return an instruction of cp.async.bulk: a copy of a tile to shared memory, which an mbarrier ends, or from it."""
+    target, *sources = (*instruction.operands, None)
+    form = ".".join(SPACES.get(x, x) for x in instruction.parts[3:])
+    if form == "commit_group":
+        return for_threads(slots, instruction, lambda p, threads: p.bulk_stores.commit(threads))
+    if form in ("wait_group", "wait_group.read"):
+        reads, left = form.endswith("read"), target.value
+        return for_threads(slots, instruction, lambda p, threads: p.bulk_stores.wait(p, threads, left, reads=reads))
+    if form == f"tensor.{len(target.coordinates)}d.global.shared::cta.bulk_group":
+        return _bulk_store(slots, instruction)
+    source, barrier, _ = sources
+    axes = source.coordinates
     if form != f"tensor.{len(axes)}d.shared::cta.global.mbarrier::complete_tx::bytes" or not axes:
         raise ValueError
 
@@ -231,30 +235,47 @@ def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:
     return for_threads(slots, instruction, step, *operands)
 
 
-def _begin_bulk_copy(p: Program, warp: int, to: int, place: int, address: int, *coordinates: int) -> None:
-    """Begin the copy of a tile. to: an address of shared memory. place: of the tensor map. address: of the mbarrier."""
+def _bulk_store(slots: Slots, instruction: PtxInstruction) -> Step:
+    target, source = instruction.operands
+
+    def step(p: Program, threads: Array, maps: Array, places: Array, *coordinates: Array) -> None:
+        given = threads, maps, places, *(x.view(np.int32) for x in coordinates)
+        for thread, at, place, *where in zip(*(x.tolist() for x in given), strict=True):
+            tensor_map = _tensor_map(p, int(p.warp_of[thread]), at)
+            p.bulk_stores.begin(p, thread, tensor_map.chunks(place), tensor_map.tile(where))
+
+    return for_threads(slots, instruction, step, (target, 64), (source, 32), *((x, 32) for x in target.coordinates))
+
+
+def _tensor_map(p: Program, warp: int, place: int) -> TensorMap:
+    """Return the tensor map at a place, which a warp uses."""
     if place not in p.maps:
         raise MemoryFault(f"no fence.proxy.tensormap was executed for a tensor map at {place:#x}")
     words, clocks = p.maps[place]
     if not p.shared.has_seen(warp, clocks):
         raise MemoryFault("no barrier orders the use of a tensor map after its fence.proxy.tensormap")
+    return TensorMap.decode(words)
+
+
+def _begin_bulk_copy(p: Program, warp: int, to: int, place: int, address: int, *coordinates: int) -> None:
+    """Begin the copy of a tile. to: an address of shared memory. place: of the tensor map. address: of the mbarrier."""
+    tensor_map = _tensor_map(p, warp, place)
     # Before others use an mbarrier, its initialization needs a barrier and, for bulk copies, a fence: in the CUDA C++
     # Programming Guide fence.proxy.async, and in CUTLASS fence.mbarrier_init.release.cluster (cutlass/arch/barrier.h,
     # fence_barrier_init). Only the barrier is checked here.
-    tile, barrier, at = TensorMap.decode(words), mbarrier_at(p, warp, address), p.at
-    if len(tile.box) != len(coordinates):
-        raise MemoryFault(f"a tensor map of {len(tile.box)} dimensions is given {len(coordinates)} coordinates")
-    chunks, early = tile.chunks(to), tile.load(p.memory, coordinates)
+    chunks, tile, barrier, at = tensor_map.chunks(to), tensor_map.tile(coordinates), mbarrier_at(p, warp, address), p.at
+    early = tile.load(p.memory)
+    p.global_order.begin_copy(tile.addresses, warp, tile.element, at, writes=False)
     p.shared.begin_copy(chunks, warp, 16, proxy=True)
 
     def perform() -> Array:
         waiting, p.at = p.at, at  # a wrong address is the copy's fault
-        if (tile.load(p.memory, coordinates) != early).any():
+        if (tile.load(p.memory) != early).any():
             raise GlobalRace("the source of a bulk copy has changed since it began, and it was not waited for")
         p.at = waiting
         return p.shared.end_bulk_copy(chunks, early)
 
-    barrier.copies.append((tile.nbytes, perform))
+    barrier.copies.append((tensor_map.nbytes, perform))
     p.moved()
 
 

@@ -57,15 +57,16 @@ class Vector:
 class PtxInstruction:
     """An instruction. operands: each an Operand, a Vector, or None for `_`.
 
-    guard: the predicate under which it is executed, and whether that is negated. target: the index of the instruction
-    to which a branch goes. line: of the PTX's text, from 1. source: (file, line) of the kernel. where: the same for
-    readers, with the callers of an inlined function, as Triton writes them.
+    guard: the predicate under which it is executed, and whether that is negated. targets: the indices of the
+    instructions to which a branch may go; those of brx.idx in the order of its table. line: of the PTX's text, from 1.
+    source: (file, line) of the kernel. where: the same for readers, with the callers of an inlined function, as Triton
+    writes them.
     """
 
     opcode: str
     operands: tuple[Any, ...]
     guard: tuple[Register, bool] | None
-    target: int | None
+    targets: tuple[int, ...]
     line: int
     source: tuple[str, int]
     where: str
@@ -82,11 +83,12 @@ class PtxInstruction:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A kernel. parameters: (name, type) in order."""
+    """A kernel. parameters: (name, type) in order. registers: that each thread has at the start; 0 if not given."""
 
     name: str
     parameters: tuple[tuple[str, str], ...]
     threads: int
+    registers: int
     instructions: tuple[PtxInstruction, ...]
 
 
@@ -111,7 +113,7 @@ def parse(text: str) -> Parsed:
         raise Unsupported(f"the PTX has {len(entries)} entry functions: expected 1")
     (entry,) = entries
     name, parameters, directives = entry.groups()
-    size = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*1)*\s*$", directives.strip())
+    size = re.fullmatch(r"\s*\.reqntid\s+(\d+)(?:\s*,\s*1)*\s*(?:\.maxnreg\s+(\d+)\s*)?", directives)
     if size is None:
         raise Unsupported(f"{name} has no .reqntid with one dimension: {directives.strip()!r}")
     typed = tuple((found[2], found[1]) for found in _PARAMETER.finditer(parameters))
@@ -120,7 +122,8 @@ def parse(text: str) -> Parsed:
         raise Unsupported(f"the kernel has {len(shared)} shared variables: expected at most 1")
     symbols = {name: 8 * number for number, (name, _) in enumerate(typed)} | dict.fromkeys(shared, SHARED_BASE)
     body = _Body(text, entry.end(), symbols)
-    return Parsed(name, typed, int(size[1]), tuple(starmap(body.instruction, body.lines)))
+    code = tuple(starmap(body.instruction, body.lines))
+    return Parsed(name, typed, int(size[1]), int(size[2] or 0), code)
 
 
 class _Body:
@@ -135,6 +138,7 @@ class _Body:
         self.lines: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
         self._symbols = symbols
         self._labels: dict[tuple[int, str], int] = {}
+        self._tables: dict[tuple[int, str], str] = {}  # of branch targets
         self._registers: dict[tuple[int, str], Register] = {}
         self._read(text, start)
 
@@ -143,6 +147,7 @@ class _Body:
         line, text, position = text.count("\n", 0, start) + 1, _COMMENT.sub(r"\1", text[start:]), 0
         source, where, opened = ("", 0), "", 0
         scopes: tuple[int, ...] = (0,)
+        label = ""
         while found := _STATEMENT.match(text, position):
             first = line + text.count("\n", position, found.start(1))
             line, position, statement = first + found[1].count("\n"), found.end(), " ".join(found[1].split())
@@ -157,7 +162,10 @@ class _Body:
                 if not scopes:
                     return
             elif statement.endswith(":"):
-                self._labels[scopes[-1], statement[:-1]] = len(self.lines)
+                label = statement[:-1]
+                self._labels[scopes[-1], label] = len(self.lines)
+            elif statement.startswith(".branchtargets"):
+                self._tables[scopes[-1], label] = statement.removeprefix(".branchtargets")[:-1]
             elif registers := _REGISTERS.match(statement):
                 with _named(first, statement):
                     self._declare(registers[1], registers[2], scopes[-1])
@@ -179,10 +187,16 @@ class _Body:
             if found is None:
                 raise Unsupported("no directive or instruction that is known")
             negated, guard, opcode, given = found.groups()
-            target = _innermost(self._labels, given, scopes) if opcode in ("bra", "bra.uni") else None
-            operands = () if target is not None else tuple(self._operand(x, scopes) for x in _split(given))
+            labels: list[str] = []
+            if opcode in ("bra", "bra.uni"):
+                labels, given = [given], ""
+            elif opcode in ("brx.idx", "brx.idx.uni"):
+                given, table = _split(given)
+                labels = [*_split(_innermost(self._tables, table, scopes))]
+            targets = tuple(_innermost(self._labels, x, scopes) for x in labels)
+            operands = tuple(self._operand(x, scopes) for x in _split(given))
             condition = None if guard is None else (_innermost(self._registers, guard, scopes), bool(negated))
-            return PtxInstruction(opcode, operands, condition, target, *rest)
+            return PtxInstruction(opcode, operands, condition, targets, *rest)
 
     def _operand(self, text: str, scopes: tuple[int, ...]) -> Any:
         if text == "_":

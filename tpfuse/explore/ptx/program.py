@@ -2,16 +2,28 @@
 
 A group is a set of threads at one block of instructions. The group at the first block in the order of `control_flow`
 runs; groups that meet at the beginning of a block are one group again. A barrier stops a group until all threads have
-come. A step is a function that executes one instruction for the threads of the present group (`kernel`).
+come that meet there, and setmaxnreg until the program has as many free registers. A step is a function that executes
+one instruction for the threads of the present group (`kernel`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tpfuse.explore.ptx.faults import Divergence, GlobalRace, MbarrierFault, PtxError, SharedRace, Stuck, WgmmaHazard
+from tpfuse.explore.ptx.bulk_stores import BulkStores
+from tpfuse.explore.ptx.faults import (
+    Divergence,
+    GlobalRace,
+    MbarrierFault,
+    MemoryFault,
+    PtxError,
+    SharedRace,
+    Stuck,
+    WgmmaHazard,
+)
 from tpfuse.explore.ptx.global_memory import GlobalMemory
 from tpfuse.explore.ptx.global_order import GlobalOrder
 from tpfuse.explore.ptx.mbarriers import Mbarriers
@@ -29,20 +41,23 @@ _SITES: dict[type[PtxError], str] = {SharedRace: "written by", GlobalRace: "afte
 
 
 class StepBlock(NamedTuple):
-    """Instructions that are executed together. end: what follows them: "next", "branch", "barrier" or "exit".
+    """Instructions that are executed together. end: what follows: "next", "branch", "barrier", "registers" or "exit".
 
-    steps: with the index of the instruction. last: the index of the instruction that ends the block. target: the block
-    to which a branch goes. after: the block that follows otherwise. guard: the slot of the predicate of a branch or an
-    exit, and whether it is negated; None without one. barrier: its number.
+    steps: with the index of the instruction. last: the index of the instruction that ends the block. targets: the
+    blocks to which a branch may go. after: the block that follows otherwise. guard: the slot of the predicate of a
+    branch or an exit, and whether it is negated; None without one. choice: the slot of the number of a branch's target;
+    None for the first one. numbers: of a barrier its number and how many threads meet there (0: all); of setmaxnreg the
+    registers.
     """
 
     steps: tuple[tuple[int, Step], ...]
     end: str
     last: int
-    target: int
+    targets: tuple[int, ...]
     after: int
     guard: tuple[int, bool] | None
-    barrier: int
+    choice: int | None
+    numbers: tuple[int, ...]
 
 
 class Copy(NamedTuple):
@@ -68,6 +83,9 @@ class Program:
     touched: for each instruction the slots that it accesses, of a kernel with wgmma. registers: by slot (`slots`).
     mask: the active threads, or None for all of them. at: the index of the instruction that is executed. maps: for the
     address of each tensor map its words when a proxy fence made it visible, and the clocks of that fence.
+
+    Without a seed all threads run that are at the first block. With one some warps run that are chosen at random among
+    those that can, but a warpgroup together where it multiplies: results and faults must not depend on the order.
     """
 
     def __init__(
@@ -79,6 +97,7 @@ class Program:
         memory: GlobalMemory,
         shared: CheckedSharedMemory,
         index: tuple[int, ...],
+        seed: int | None = None,
     ) -> None:
         threads = self.threads = kernel.threads
         self.registers, self.memory, self.shared = registers, memory, shared
@@ -87,6 +106,7 @@ class Program:
         self.thread_numbers = np.arange(threads)
         self.warp_of = self.thread_numbers // LANES
         self.products, self.mbarriers, self.global_order = Products(threads), Mbarriers(), GlobalOrder(shared)
+        self.bulk_stores = BulkStores(threads)
         self.maps: dict[int, tuple[Array, Array]] = {}
         self.memory.source = lambda: kernel.instructions[self.at].source
         self.memory.waits.clear()
@@ -96,8 +116,14 @@ class Program:
         self._everyone = np.ones(threads, bool)
         self._alive = self._everyone.copy()
         self._groups = {0: self._everyone}  # block -> the threads that are there
+        self._random = None if seed is None else Random(f"{seed} {index}")
+        multiplies = [any(kernel.instructions[i].parts[0] == "wgmma" for i, _ in block.steps) for block in blocks]
+        self._together = [WARPGROUP // LANES if x and threads % WARPGROUP == 0 else 1 for x in multiplies]  # warps
         self._waiting: dict[int, dict[int, Mask]] = {}  # number of a barrier -> block after it -> threads
-        # Threads that wait at mbarriers until one changes, and those that the present block has let wait
+        self._counts: dict[int, int] = {}  # number of a barrier -> how many threads meet there; 0: all
+        self._registers_of, self._free_registers = np.full(threads, kernel.registers), 0
+        self._number = 0  # of the present block
+        # Threads that wait at mbarriers or for registers, and those that the present block has let wait
         self._parked: list[tuple[int, Mask]] = []
         self._failed: Mask | None = None
         self._stuck = 0, ""  # the instruction that they execute, and why they wait
@@ -105,12 +131,12 @@ class Program:
     def run(self, most_blocks: int) -> None:
         """Execute at most so many blocks. Raise a PtxError that names the instruction."""
         for _ in range(most_blocks):
-            if not self._groups:
-                return self._check_end()
-            number = min(self._groups)
-            block, mask = self._blocks[number], self._groups.pop(number)
-            self.mask = None if mask is self._everyone or mask.all() else mask
             try:
+                if not self._groups:
+                    return self._end()
+                self._number, mask = self._next()
+                block = self._blocks[self._number]
+                self.mask = None if mask is self._everyone or mask.all() else mask
                 for self.at, step in block.steps:
                     self.shared.site = self.at
                     if self.products.slots:
@@ -126,6 +152,25 @@ class Program:
             except PtxError as error:
                 raise self._located(error) from None
         raise self._located(Stuck(f"the program still runs after {most_blocks} blocks of instructions"))
+
+    def _next(self) -> tuple[int, Mask]:
+        """Take threads that run now from their group. Return their block and them."""
+        number, turns = min(self._groups), self._turns() if self._random is not None else {}
+        if self._random is None or not turns:
+            return number, self._groups.pop(number)
+        number = self._random.choice(sorted(turns))
+        units = self._random.sample(turns[number], self._random.randint(1, len(turns[number])))
+        mask, runs = self._groups.pop(number), np.isin(self.warp_of // self._together[number], units)
+        _join(self._groups, number, mask & ~runs)
+        return number, mask & runs
+
+    def _turns(self) -> dict[int, list[int]]:
+        """Return by block the warps that can run there next, or the warpgroups where they multiply."""
+        first = np.full(self.threads // LANES, -1)  # the block of each warp, whose lanes meet by the order of blocks
+        for number in sorted(self._groups, reverse=True):
+            first[self._groups[number].reshape(-1, LANES).any(1)] = number
+        turns = {x: (first == x).reshape(-1, self._together[x]).all(1) for x in self._groups}
+        return {x: np.flatnonzero(there).tolist() for x, there in turns.items() if there.any()}
 
     def active(self) -> Mask:
         """Return which threads execute the present instruction."""
@@ -174,7 +219,7 @@ class Program:
         self._stuck = self.at, why
 
     def moved(self) -> None:
-        """Wake the threads that wait at mbarriers, one of which has changed."""
+        """Wake the threads that wait at mbarriers or for registers, of which something has changed."""
         for place, threads in self._parked:
             _join(self._groups, place, threads)
         self._parked = []
@@ -252,52 +297,97 @@ class Program:
         if block.end == "next":
             yield block.after, mask
         elif block.end == "barrier":
-            lanes, alive = mask.reshape(-1, LANES), self._alive.reshape(-1, LANES)
-            if (lanes.any(1) & (lanes != alive).any(1)).any():
-                raise Divergence("some lanes of a warp wait at a barrier, and others do not")
-            _join(self._waiting.setdefault(block.barrier, {}), block.after, mask)
-            self._release(block.barrier)
+            self._arrive(mask, block)
+        elif block.end == "registers":
+            yield from self._set_registers(mask, block)
         else:
             guarded = self.guarded(block.guard)
             chosen = mask if guarded is None else guarded & mask
-            if block.end == "branch":
-                yield block.target, chosen
+            if block.choice is not None:
+                yield from self._chosen_targets(chosen, block)
+            elif block.end == "branch":
+                yield block.targets[0], chosen
             else:
                 self._alive &= ~chosen
-                if not self._alive.any():
-                    self.global_order.barrier()
                 for number in list(self._waiting):
                     self._release(number)
             yield block.after, mask & ~chosen
 
+    def _chosen_targets(self, mask: Mask, block: StepBlock) -> Iterator[tuple[int, Mask]]:
+        """Yield the targets that threads choose by a number, with these threads."""
+        choice = self.array(block.choice)
+        for number in np.unique(choice[mask]).tolist():
+            if number >= len(block.targets):
+                raise MemoryFault(f"a branch to target {number} of {len(block.targets)}")
+            yield block.targets[number], mask & (choice == number)
+
+    def _arrive(self, mask: Mask, block: StepBlock) -> None:
+        """Let threads wait at a barrier."""
+        number, count = block.numbers
+        lanes, alive = mask.reshape(-1, LANES), self._alive.reshape(-1, LANES)
+        if (lanes.any(1) & (lanes != alive).any(1)).any():
+            raise Divergence("some lanes of a warp wait at a barrier, and others do not")
+        if number in self._waiting and self._counts[number] != count:
+            counts = " and ".join(str(x or "all") for x in (self._counts[number], count))
+            raise Divergence(f"threads come to barrier {number} with different counts: {counts}")
+        self._counts[number] = count
+        _join(self._waiting.setdefault(number, {}), block.after, mask)
+        self._release(number)
+
     def _release(self, number: int) -> None:
-        """Let the threads at a barrier continue if all have come that have not ended."""
+        """Let the threads at a barrier continue if all have come that meet there and have not ended."""
         arrived = np.logical_or.reduce(list(self._waiting[number].values()))
-        if (arrived == self._alive).all():
-            self.shared.barrier(np.flatnonzero(arrived.reshape(-1, LANES).any(1)).tolist())
-            self.global_order.barrier()
+        present, everyone = int(arrived.sum()), bool((arrived == self._alive).all())
+        count = self._counts[number]
+        if count and present > count:
+            raise Divergence(f"{present} threads come to barrier {number}, at which {count} meet")
+        if present == count or (everyone and not count):
+            meeting = np.flatnonzero(arrived.reshape(-1, LANES).any(1)).tolist()
+            self.shared.barrier(meeting)
+            if everyone:
+                self.global_order.barrier()
             self.memory.barrier()
             for place, threads in self._waiting.pop(number).items():
                 _join(self._groups, place, threads)
+
+    def _set_registers(self, mask: Mask, block: StepBlock) -> Iterator[tuple[int, Mask]]:
+        """Give threads another number of registers. They wait as long as the program does not have so many."""
+        self.whole_warps(mask)
+        (count,), held = block.numbers, self._registers_of[mask]
+        increases = ".inc." in self._instructions[block.last].opcode
+        if (held > count if increases else held < count).any():
+            raise Divergence(f"a thread has {int(held[0])} registers already")
+        needed = int((count - held).sum())
+        if needed > self._free_registers:
+            self._parked.append((self._number, mask))
+            self._stuck = block.last, f"that need {needed} registers, of which {self._free_registers} are free"
+            return
+        self._free_registers -= needed
+        self._registers_of[mask] = count
+        if not increases:
+            self.moved()
+        yield block.after, mask
 
     def _check_products(self) -> None:
         lanes = self.active()[: self.threads // WARPGROUP * WARPGROUP].reshape(-1, WARPGROUP)
         self.products.check(self._touched[self.at], np.flatnonzero(lanes.any(1)))
 
-    def _check_end(self) -> None:
-        """Raise an error if threads still wait, or something asynchronous still runs, and no thread can continue."""
+    def _end(self) -> None:
+        """End the program, none of whose threads can continue. Raise an error if they wait, or something still runs."""
         waiting = [f"{sum(map(np.count_nonzero, x.values()))} threads at barrier {n}" for n, x in self._waiting.items()]
         if self._parked:
             self.at, why = self._stuck
             waiting.append(f"{sum(np.count_nonzero(threads) for _, threads in self._parked)} threads {why}")
         if waiting:
             alive = np.count_nonzero(self._alive)
-            raise self._located(Stuck(f"no thread can continue: {', '.join(waiting)} of {alive}"))
+            raise Stuck(f"no thread can continue: {', '.join(waiting)} of {alive}")
         if self.products.running:
-            self.at = self.products.running[0].at
-            raise self._located(WgmmaHazard("the program ends before it has waited for this wgmma"))
+            at = self.products.running[0].at
+            raise WgmmaHazard("the program ends before it has waited for this wgmma", at=at)
         if self.mbarriers.copying():
-            raise self._located(MbarrierFault("the program ends before a bulk copy has ended"))
+            raise MbarrierFault("the program ends before a bulk copy has ended")
+        self.bulk_stores.end(self)
+        self.global_order.barrier()
 
     def _located(self, error: PtxError) -> PtxError:
         """Return the error with the program and the instructions."""

@@ -19,8 +19,10 @@ from tpfuse.explore.run import ExploredRun
 _SCOPES = {"cta": 0, "gpu": 1, "sys": 2}
 
 
-def launch(run: ExploredRun, kernel: Kernel, grid: Sequence[int], arguments: Sequence[Any]) -> None:
-    """Run a launch of the current rank. arguments: as for `Kernel.run`."""
+def launch(
+    run: ExploredRun, kernel: Kernel, grid: Sequence[int], arguments: Sequence[Any], seed: int | None = None
+) -> None:
+    """Run a launch of the current rank. arguments, seed: as for `Kernel.run`."""
     given, sizes = kernel.bind(arguments), (*grid, 1, 1)[:3]
     tensors = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
     tensors += [Buffer.of("a table of addresses", x) for x in run.tables]
@@ -29,7 +31,7 @@ def launch(run: ExploredRun, kernel: Kernel, grid: Sequence[int], arguments: Seq
     def execute() -> None:
         program = run.scheduler.current.program
         assert program is not None
-        kernel.run_program(program, sizes, given, ExploredGlobalMemory(run, [*tensors, *regions]))
+        kernel.run_program(program, sizes, given, ExploredGlobalMemory(run, [*tensors, *regions]), seed=seed)
 
     run.launch(sizes, lambda index: None, execute)
 

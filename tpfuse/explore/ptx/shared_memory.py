@@ -7,7 +7,7 @@ warp count as ordered: where they store different values at one place with one i
 
 The asynchronous proxy (bulk copies, wgmma) is one more chain of operations, behind those of the warps. It sees what
 warps have stored once a proxy fence comes between (PTX ISA 8.7, "Proxy-preserved base causality order"): a second
-vector of times says for each warp up to when.
+vector of times says for each warp up to when in shared memory, and a third one in global memory.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,9 @@ class CheckedSharedMemory:
         padded = -(-size // _WIDEST) * _WIDEST
         self._bytes = np.full(padded, 0xFF, np.uint8)
         self._granule = granule
-        self._clocks = np.stack([np.eye(warps + 1, dtype=np.int32), np.zeros((warps + 1, warps + 1), np.int32)])
-        self._knows, self._fenced = self._clocks
+        self._clocks = np.zeros((3, warps + 1, warps + 1), np.int32)
+        self._knows, self._fenced, self._fenced_outside = self._clocks
+        np.fill_diagonal(self._knows, 1)
         # For each granule: who wrote it last, when (0: never) and at which site; and how many products read it
         self._writer, self._written, self._wrote, self._reading = np.zeros((4, padded // granule), np.int32)
         self._read = np.zeros((padded // granule, warps), np.int32)
@@ -52,8 +53,11 @@ class CheckedSharedMemory:
     def store(self, addresses: Array, warps: Any, values: Array) -> None:
         """Store [accesses, count] numbers."""
         index, granules, warps = self._places(addresses, warps, values[0].nbytes)
-        self._check_write(granules, warps)
         rows = self._rows(values.dtype, values.shape[1])
+        # Several warps may store the same values with one instruction, together or one after another.
+        same = (rows[index] == values).all(1) & (self._wrote[granules] == self.site).all(1)
+        self._check_write(granules[~same], np.broadcast_to(warps, (len(index), 1))[~same])
+        self._record(granules, warps)
         rows[index] = values
         lost = (rows[index] != values).any(axis=1)
         if lost.any() and (self._writer[granules] != warps)[lost].any():
@@ -82,9 +86,9 @@ class CheckedSharedMemory:
         return self.release(self._proxy)
 
     def begin_read(self, chunks: Array, warps: Sequence[int]) -> None:
-        """Begin reads of 16 bytes each by a wgmma of some warps: until they end, nobody may write there."""
+        """Begin reads of 16 bytes each by wgmma or TMA for some warps: until they end, nobody may write there."""
         _, granules, together = self._places(chunks.ravel(), np.array(warps)[:, None], 16)
-        self._check_read(granules, together, "reads by wgmma", proxy=True)
+        self._check_read(granules, together, "reads by wgmma or TMA", proxy=True)
         self._reading[granules] += 1
 
     def end_read(self, chunks: Array, warps: Sequence[int]) -> Array:
@@ -94,9 +98,13 @@ class CheckedSharedMemory:
         self._read[granules, together] = self._knows[together, together]
         return self._rows(np.uint8, 16)[index].reshape(*chunks.shape, 16)
 
-    def proxy_fence(self, warps: Any) -> None:
-        """Let the asynchronous proxy see all stores that are ordered before this by some warps."""
-        self._fenced[warps] = np.maximum(self._fenced[warps], self._knows[warps])
+    def proxy_fence(self, warps: Any, *, inside: bool = True, outside: bool = False) -> None:
+        """Let the asynchronous proxy see all stores that are ordered before this by some warps.
+
+        inside, outside: whether in shared, in global memory.
+        """
+        for fenced in [self._fenced] * inside + [self._fenced_outside] * outside:
+            fenced[warps] = np.maximum(fenced[warps], self._knows[warps])
         self._knows[warps, warps] += 1
 
     def release(self, warp: int) -> Array:
@@ -113,6 +121,10 @@ class CheckedSharedMemory:
         """Return for each warp what it has seen of each warp now."""
         result: Array = self._knows[:-1, :-1].copy()
         return result
+
+    def seen(self, warp: int) -> tuple[Array, Array]:
+        """Return what a warp has seen of each warp, and what of that its bulk copies see in global memory."""
+        return self._knows[warp], self._fenced_outside[warp]
 
     def has_seen(self, warp: int, clocks: Array) -> bool:
         """Return whether a warp has seen what others have released."""
@@ -148,7 +160,7 @@ class CheckedSharedMemory:
     def _check_write(self, granules: Array, warps: Array, *, proxy: bool = False) -> None:
         self._check_order(granules, warps, "write", proxy)
         reading, read = self._reading[granules] > 0, self._read[granules] > self._knows[warps, : self._proxy]
-        self._refuse(reading, granules, warps, "write, but a wgmma that nobody has waited for reads it")
+        self._refuse(reading, granules, warps, "write, but a wgmma or TMA store that nobody has waited for reads it")
         self._refuse(read.any(-1), granules, warps, "write, which another warp read, and no barrier orders the two")
         self._record(granules, warps)
 

@@ -1,4 +1,4 @@
-"""Tensor maps: what tensormap.replace writes and cp.async.bulk.tensor reads.
+"""Tensor maps, which tensormap.replace writes, and the tiles that cp.async.bulk.tensor copies.
 
 The 128 bytes of a tensor map have a form that NVIDIA keeps for itself; here each field has a place of its own. The
 fields and the values that they may have are those of the PTX ISA 8.7, "tensormap.replace", and of the CUDA driver's
@@ -100,13 +100,32 @@ class TensorMap(NamedTuple):
             raise MemoryFault(f"a box at byte {target} of shared memory: no multiple of 128")
         return swizzled(target + np.arange(0, self.nbytes, 16), self.width)
 
-    def load(self, memory: GlobalMemory, coordinates: tuple[int, ...]) -> Array:
-        """Return the chunks [chunks, 16] of the box at some coordinates, with zeros outside the tensor."""
+    def tile(self, coordinates: tuple[int, ...]) -> "Tile":
+        """Return the box at some coordinates. Raise MemoryFault if there are more or fewer than dimensions."""
+        if len(self.box) != len(coordinates):
+            raise MemoryFault(f"a tensor map of {len(self.box)} dimensions is given {len(coordinates)} coordinates")
         inside, address = np.ones((), bool), np.array(self.address, np.int64)
         for axis, (first, length) in enumerate(zip(coordinates, self.box, strict=True)):
             index = (first + np.arange(length, dtype=np.int64)).reshape(-1, *(1,) * axis)
             inside = inside & (index >= 0) & (index < self.sizes[axis])
             address = address + index * self.strides[axis]
-        values = np.zeros(inside.shape, UNSIGNED[8 * self.element])
-        values[inside] = memory.load(address[inside].astype(np.uint64), values.dtype.type, 1)[:, 0]
-        return values.reshape(-1).view(np.uint8).reshape(-1, 16)
+        return Tile(address[inside].astype(np.uint64), inside.reshape(-1), self.element)
+
+
+class Tile(NamedTuple):
+    """A box at a place of global memory. addresses: of the elements of `element` bytes that are inside the tensor."""
+
+    addresses: Array
+    inside: Array
+    element: int
+
+    def load(self, memory: GlobalMemory) -> Array:
+        """Return the chunks [chunks, 16] of the box, with zeros outside the tensor."""
+        values = np.zeros(self.inside.shape, UNSIGNED[8 * self.element])
+        values[self.inside] = memory.load(self.addresses, values.dtype.type, 1)[:, 0]
+        return values.view(np.uint8).reshape(-1, 16)
+
+    def store(self, memory: GlobalMemory, chunks: Array) -> None:
+        """Store the chunks of the box, without what is outside the tensor."""
+        values = chunks.reshape(-1).view(UNSIGNED[8 * self.element])
+        memory.store(self.addresses, values[self.inside][:, None])
