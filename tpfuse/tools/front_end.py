@@ -11,9 +11,13 @@ the family of the GPU or on the numbers of warps and stages. The family hardly a
 constants a launch has (TMA, for instance), and constants are distinguished.
 """
 
+import ast
+import inspect
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from triton._C.libtriton import ir
@@ -23,7 +27,13 @@ from tpfuse.tools.recorded import Job, target
 
 
 def lower(job: Job) -> Any:
-    """Return the TTIR of a kernel. Raise the exceptions that the front end raises."""
+    """Return the TTIR of a kernel, of Gluon's its TTGIR.
+
+    Raise the exceptions that the front end raises, and ValueError where it would lose a copy (`lost_copies`).
+    """
+    module = inspect.getmodule(job.source.fn.fn)
+    if module is not None and (lost := _lost_in(module)):
+        raise ValueError(lost[0])
     backend = make_backend(target(job.family))
     context = ir.context()
     ir.load_dialects(context)
@@ -31,6 +41,39 @@ def lower(job: Job) -> Any:
     options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
     implementation = backend.get_codegen_implementation(options)
     return job.source.make_ir(target(job.family), options, implementation, backend.get_module_map(), context)
+
+
+@cache
+def _lost_in(module: ModuleType) -> tuple[str, ...]:
+    return tuple(f"{inspect.getsourcefile(module)}:{text}" for text in lost_copies(inspect.getsource(module)))
+
+
+def lost_copies(source: str) -> Iterator[str]:
+    """Yield the line and a description of each copy that a loop would not carry.
+
+    Where `before = stage` precedes a loop and is also in it, and the loop changes `stage`, Triton 3.6 to 3.9 take both
+    for one value: in the loop `before` stays what it was at first, without an error. Another first value is carried.
+    """
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        copies = [(_copy(node), node) for node in ast.walk(function) if _copy(node)]
+        for loop in ast.walk(function):
+            if isinstance(loop, ast.For | ast.While):
+                stored = {x.id for x in ast.walk(loop) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+                inside = {id(node) for node in ast.walk(loop)}
+                ahead = {copy for copy, node in copies if id(node) not in inside and node.lineno < loop.lineno}
+                for copy, node in copies:
+                    if id(node) in inside and copy in ahead and copy[1] in stored:
+                        yield f"{node.lineno}: {copy[0]} = {copy[1]} is also ahead of the loop: it would not be carried"
+
+
+def _copy(node: ast.AST) -> tuple[str, ...]:
+    """Return the two names of `a = b`, or ()."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=target)], value=ast.Name(id=source)):
+            return target, source
+    return ()
 
 
 def features(job: Job) -> list[tuple[str, object]]:
