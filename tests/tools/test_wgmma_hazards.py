@@ -29,6 +29,13 @@ SASS = """
 NEXT = "/*0090*/                   HGMMA.64x64x16.F32.BF16"
 FIRST = "*/                   LDS.128 R16, [R8"
 LOAD, LAST = "LDS.128 R16, [R8", "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n.L_x_2"
+TABLE = "EXIT ;\n"
+BEHIND_TABLE = """@P4 EXIT ;
+        /*0108*/                   BRX R2 -0x190                               (*"BRANCH_TARGETS .L_x_2,.L_x_3"*);
+.L_x_3:
+        /*0110*/                   HGMMA.64x64x16.F32.BF16 R40, gdesc[UR20], R40, gsb0 ;
+        /*0120*/                   FADD R40, R40, R3 ;
+"""
 FAULTS = {
     "a wait is missing": (LAST, "NOP ;\n.L_x_2", "STG.E.128 at 00f0 accesses the accumulators of the wgmma at 0090"),
     "a wait is too weak": (LAST, LAST.replace("0x0", "0x1"), "STG.E.128 at 00f0 accesses the accumulators"),
@@ -43,7 +50,9 @@ FAULTS = {
     "inputs are accumulators": (f"{NEXT} R88, gdesc[UR20]", f"{NEXT} R88, R152", "at 0090 reads the accumulators"),
     "accumulators are inputs": (f"{NEXT} R88,", f"{NEXT} R8,", "at 0090 writes the inputs of the wgmma at 0080"),
     "addresses occur twice": (f"0030{FIRST}", "0080*/ LDS.128 R24, [R8", "LDS.128 at 0080 writes the inputs"),
-    "a function is called": (LOAD, "CALL.REL.NOINC `($div) [R8", "CALL.REL.NOINC at 0030 calls a function"),
+    "a function is called": (LOAD, "CALL.REL.NOINC `($div) [R8", "CALL.REL.NOINC at 0030 leads to code that is not"),
+    "a table decides": ("ISETP.GE.AND P1, PT, R15, R10, PT", "@P3 BRX R2 -0x190", "BRX at 0040 leads to code"),
+    "only a table leads there": (TABLE, BEHIND_TABLE, "FADD at 0120 accesses the accumulators of the wgmma at 0110"),
 }  # fmt: skip
 SOUND = {
     "as it is": (LOAD, LOAD),

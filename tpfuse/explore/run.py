@@ -83,7 +83,7 @@ class ExploredRun:
         """Run a launch of the current rank. begin(index) makes a program the current one of the interpreter."""
         task = self.scheduler.current
         indices = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
-        chains = [self._chain_of(task.stream, number) for number in range(len(indices))]
+        chains = [self.chain_of(task.stream, number) for number in range(len(indices))]
         self._programs_left[task.rank] = len(indices)
         if self.options.resident == 1 or len(indices) <= 1:
             try:
@@ -96,7 +96,8 @@ class ExploredRun:
         task.polled.clear()
         self.memory.clocks.join(task.stream, chains)
 
-    def _chain_of(self, stream: int, number: int) -> int:
+    def chain_of(self, stream: int, number: int) -> int:
+        """Return the chain of a program of a stream, or of a part of a program, whose chain then is `stream`."""
         if (stream, number) not in self._chains:
             self._chains[stream, number] = self.memory.clocks.new_chain()
         return self._chains[stream, number]

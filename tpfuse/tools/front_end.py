@@ -9,71 +9,59 @@ constexpr parameters. All sizes of 2 or more count as equal: sizes are shapes an
 compilation (`tpfuse.tools.compilation`) checks that shapes fit one another. It also checks everything that depends on
 the family of the GPU or on the numbers of warps and stages. The family hardly affects the front end: it decides which
 constants a launch has (TMA, for instance), and constants are distinguished.
+
+The front end of Triton 3.6 to 3.9 takes a name for unchanged in a loop if the loop leaves it with the value that it
+began with. That is wrong where this value belongs to another name, which the loop changes (`before = stage` ahead of a
+loop and again inside it): the name keeps its first value for ever. `lower` refuses such loops.
 """
 
 import ast
-import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
-from types import ModuleType
+from contextlib import contextmanager
 from typing import Any
 
 from triton._C.libtriton import ir
-from triton.compiler import make_backend
+from triton.compiler import CompilationError, make_backend
+from triton.compiler.code_generator import CodeGenerator, flatten_values_to_ir
+from triton.language.core import base_value
 
 from tpfuse.tools.recorded import Job, target
 
 
 def lower(job: Job) -> Any:
-    """Return the TTIR of a kernel, of Gluon's its TTGIR.
-
-    Raise the exceptions that the front end raises, and ValueError where it would lose a copy (`lost_copies`).
-    """
-    module = inspect.getmodule(job.source.fn.fn)
-    if module is not None and (lost := _lost_in(module)):
-        raise ValueError(lost[0])
+    """Return the TTIR of a kernel. Raise the exceptions that the front end raises."""
     backend = make_backend(target(job.family))
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
     implementation = backend.get_codegen_implementation(options)
-    return job.source.make_ir(target(job.family), options, implementation, backend.get_module_map(), context)
+    with _copies_refused():
+        return job.source.make_ir(target(job.family), options, implementation, backend.get_module_map(), context)
 
 
-@cache
-def _lost_in(module: ModuleType) -> tuple[str, ...]:
-    return tuple(f"{inspect.getsourcefile(module)}:{text}" for text in lost_copies(inspect.getsource(module)))
+@contextmanager
+def _copies_refused() -> Iterator[None]:
+    """Within the block, the front end raises CompilationError for a loop that does not carry a copied name."""
+    find = CodeGenerator._find_carries
 
+    def checked(self: Any, node: Any, before: dict[str, Any], *ignored: Any, **more: Any) -> Any:
+        carried, *rest = find(self, node, before, *ignored, **more)
+        values = {name: flatten_values_to_ir([x]) for name, x in before.items() if isinstance(x, base_value)}
+        stored = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        for name, other in itertools.product(sorted(stored & values.keys() - {*carried}), carried):
+            if values[name] == values[other]:
+                why = f"the loop changes {name}, but Triton does not carry it, since it begins as a copy of {other}"
+                raise CompilationError(self.jit_fn.src, node, f"{why}: begin with an expression, such as {other} + 0")
+        return carried, *rest
 
-def lost_copies(source: str) -> Iterator[str]:
-    """Yield the line and a description of each copy that a loop would not carry.
-
-    Where `before = stage` precedes a loop and is also in it, and the loop changes `stage`, Triton 3.6 to 3.9 take both
-    for one value: in the loop `before` stays what it was at first, without an error. Another first value is carried.
-    """
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        copies = [(_copy(node), node) for node in ast.walk(function) if _copy(node)]
-        for loop in ast.walk(function):
-            if isinstance(loop, ast.For | ast.While):
-                stored = {x.id for x in ast.walk(loop) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-                inside = {id(node) for node in ast.walk(loop)}
-                ahead = {copy for copy, node in copies if id(node) not in inside and node.lineno < loop.lineno}
-                for copy, node in copies:
-                    if id(node) in inside and copy in ahead and copy[1] in stored:
-                        yield f"{node.lineno}: {copy[0]} = {copy[1]} is also ahead of the loop: it would not be carried"
-
-
-def _copy(node: ast.AST) -> tuple[str, ...]:
-    """Return the two names of `a = b`, or ()."""
-    match node:
-        case ast.Assign(targets=[ast.Name(id=target)], value=ast.Name(id=source)):
-            return target, source
-    return ()
+    CodeGenerator._find_carries = checked
+    try:
+        yield
+    finally:
+        CodeGenerator._find_carries = find
 
 
 def features(job: Job) -> list[tuple[str, object]]:

@@ -7,10 +7,11 @@ ptxas, not Triton, assigns registers, and some versions of it broke this rule: r
 GPU alone.
 
 A wgmma with `gsb0` ends a group, and `WARPGROUP.DEPBAR.LE gsb0, n` waits until at most n groups run. The check follows
-every path of the program with the products that may be running. It knows an instruction's registers by the first one
-of each operand, which is enough: operands of 2 and 4 registers begin at multiples of 2 and 4, inputs are 4 registers
-and accumulators a multiple of 4. It does not follow a function that is called: nothing may be running then. Nor does it
-follow inputs in shared memory, whose reuse mbarriers and barriers order.
+every path of the program with the products that may be running. At a branch by a table (BRX) and at the call of a
+function nothing may be running: what only these lead to is followed from there. The check knows an instruction's
+registers by the first one of each operand, which is enough: operands of 2 and 4 registers begin at multiples of 2 and
+4, inputs are 4 registers and accumulators a multiple of 4. It does not follow inputs in shared memory, whose reuse
+mbarriers and barriers order.
 """
 
 import re
@@ -99,18 +100,20 @@ def hazards(sass: str) -> list[str]:
     if not products:
         raise ValueError("the machine code has no wgmma, although the PTX has some")
     longest = max((_left(each) for each in instructions if each.name.startswith(_WAIT)), default=0)
-    entered: dict[int, _Running] = {0: frozenset()}
-    waiting = [0]
-    while waiting:
-        number = waiting.pop()
-        running = entered[number]
-        for instruction in program[number].instructions:
-            running = _after(instruction, products, running, longest)
-        for follower in program[number].after:
-            known = entered.get(follower)
-            if known is None or not running <= known:
-                entered[follower] = running | (known or frozenset())
-                waiting.append(follower)
+    entered: dict[int, _Running] = {}
+    for start in range(len(program)):  # the first block, and those to which no known path leads
+        waiting = [] if start in entered else [start]
+        entered.setdefault(start, frozenset())
+        while waiting:
+            number = waiting.pop()
+            running = entered[number]
+            for instruction in program[number].instructions:
+                running = _after(instruction, products, running, longest)
+            for follower in program[number].after:
+                known = entered.get(follower)
+                if known is None or not running <= known:
+                    entered[follower] = running | (known or frozenset())
+                    waiting.append(follower)
     return list(_conflicts(program, products, entered, longest))
 
 
@@ -169,8 +172,8 @@ def _conflicts(
 def _conflict(instruction: Instruction, running: _Product) -> str:
     """Return what an instruction other than a wgmma does to a running product; "" if it does no harm."""
     base = instruction.name.partition(".")[0]
-    if base == "CALL":
-        return "calls a function during the run"
+    if base in ("BRX", "CALL"):
+        return "leads to code that is not followed during the run"
     if any(int(number) in running.accumulators for number in _REGISTER.findall(instruction.operands)):
         return "accesses the accumulators"
     result = None if base in _WITHOUT_RESULT else _RESULT.match(instruction.operands)

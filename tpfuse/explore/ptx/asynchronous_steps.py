@@ -118,7 +118,10 @@ def fence(slots: Slots, instruction: PtxInstruction) -> Step:
         inside, outside = _FENCES[instruction.opcode]
 
         def between(p: Program, threads: Array) -> None:
-            p.shared.proxy_fence(np.unique(p.warp_of[threads]), inside=inside, outside=outside)
+            warps = np.unique(p.warp_of[threads])
+            p.shared.proxy_fence(warps, inside=inside, outside=outside)
+            if outside:
+                p.memory.proxy_fence(warps.tolist())
 
         return for_threads(slots, instruction, between)
     source, size = instruction.operands
@@ -126,7 +129,7 @@ def fence(slots: Slots, instruction: PtxInstruction) -> Step:
         raise ValueError
 
     def step(p: Program, threads: Array, places: Array) -> None:
-        maps = p.memory.load(places, np.uint32, 32)
+        maps = p.memory.load(places, p.warp_of[threads], np.uint32, 32)
         for warp, place, words in zip(p.warp_of[threads].tolist(), places.tolist(), maps, strict=True):
             p.maps[place] = words, p.shared.release(warp)
 
@@ -162,7 +165,8 @@ def _copy_map(slots: Slots, instruction: PtxInstruction) -> Step:
         raise ValueError
 
     def step(p: Program, threads: Array, targets: Array, sources: Array) -> None:
-        p.memory.store(targets, p.shared.load(sources, p.warp_of[threads], np.uint32, 32))
+        warps = p.warp_of[threads]
+        p.memory.store(targets, warps, p.shared.load(sources, warps, np.uint32, 32))
 
     return for_threads(slots, instruction, step, (target, 64), (source, 64), whole_warps=True)
 
@@ -189,6 +193,7 @@ def memory_barrier(slots: Slots, instruction: PtxInstruction) -> Step:
                 mbarrier_at(p, warp, at)
                 p.mbarriers.invalidate(at)
             else:
+                p.memory.arrive(at, warp)
                 mbarrier_at(p, warp, at).arrive(p.shared.release(warp), value)
         p.moved()
 
@@ -214,6 +219,7 @@ def _try_wait(p: Program, warp: int, address: int, parity: int) -> bool:
         p.moved()
     if ended:
         p.shared.acquire(warp, barrier.seen)
+        p.memory.wait(address, warp)
     return ended
 
 

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class BulkStore:
     """A store of a thread of a warp. group: the number of its commit group. source: addresses of its chunks.
 
-    access: as `global_order` has it. values: once its source was read.
+    number: as `GlobalMemory.begin_copy` gives it. access: as `global_order` has it. values: once its source was read.
     """
 
+    number: int
     thread: int
     warp: int
     group: int
@@ -46,8 +47,9 @@ class BulkStores:
         """Begin a store of chunks of shared memory."""
         warp = int(p.warp_of[thread])
         p.shared.begin_read(source, [warp])
+        number = p.memory.begin_copy(target.addresses, warp, target.element)
         access = p.global_order.begin_copy(target.addresses, warp, target.element, p.at, writes=True)
-        self._running.append(BulkStore(thread, warp, int(self._committed[thread]), source, target, access))
+        self._running.append(BulkStore(number, thread, warp, int(self._committed[thread]), source, target, access))
 
     def commit(self, threads: Array) -> None:
         """Let the stores that threads have begun since their last group be their next group."""
@@ -74,6 +76,7 @@ class BulkStores:
         for x in stores:
             p.at = x.access.at  # a wrong address is the store's fault
             x.target.store(p.memory, x.values)
+            p.memory.end_store(x.number, x.target.addresses, x.warp)
             p.global_order.end_store(x.access)
             self._running.remove(x)
         p.at = waiting

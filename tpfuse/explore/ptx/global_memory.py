@@ -57,17 +57,23 @@ class GlobalMemory:
         self.waits: Counter[bytes] = Counter()  # addresses that the program has read since a word was changed
         self.source: Callable[[], tuple[str, int]] = lambda: ("?", 0)  # the source line that accesses memory now
 
-    def load(self, addresses: Array, dtype: Any, count: int) -> Array:
-        """Return [accesses, count] numbers of a type."""
-        return self._read(addresses, dtype, count)
+    def load(self, addresses: Array, warps: Array, dtype: Any, count: int) -> Array:
+        """Return [accesses, count] numbers of a type. warps: the warp of each access."""
+        return self.read(addresses, dtype, count)
 
-    def store(self, addresses: Array, values: Array) -> None:
+    def store(self, addresses: Array, warps: Array, values: Array) -> None:
         """Store [accesses, count] numbers."""
         self.waits.clear()
-        self._write(addresses, values)
+        self.write(addresses, values)
 
     def ordered(
-        self, addresses: Array, dtype: Any, order: frozenset[str], name: str, change: Change | None = None
+        self,
+        addresses: Array,
+        warps: Array,
+        dtype: Any,
+        order: frozenset[str],
+        name: str,
+        change: Change | None = None,
     ) -> Array:
         """Perform an operation with an order, such as {"acq_rel", "sys"}, at one address after another.
 
@@ -83,14 +89,39 @@ class GlobalMemory:
                 raise Stuck(f"the program has read words {_PATIENCE} times, and nobody changes them")
         return old
 
-    def barrier(self) -> None:
-        """Take note that all threads of the program have met at a barrier."""
+    def barrier(self, warps: list[int]) -> None:
+        """Take note that warps have met at a barrier."""
 
-    def _read(self, addresses: Array, dtype: Any, count: int) -> Array:
+    def arrive(self, mbarrier: int, warp: int) -> None:
+        """Take note that a thread of a warp arrives at the mbarrier with this address."""
+
+    def wait(self, mbarrier: int, warp: int) -> None:
+        """Take note that a thread of a warp has waited at an mbarrier."""
+
+    def proxy_fence(self, warps: list[int]) -> None:
+        """Take note that bulk copies see from now on what is ordered before this by some warps."""
+
+    def begin_copy(self, addresses: Array, warp: int, size: int, mbarrier: int | None = None) -> int:
+        """Take note that a bulk copy begins: a load, whose end an mbarrier tells, or a store. Return its number.
+
+        size: of an element.
+        """
+        return 0
+
+    def end_store(self, number: int, addresses: Array, warp: int) -> None:
+        """Take note that a bulk store has ended, for which its warp has waited."""
+        self.waits.clear()
+
+    def end(self) -> None:
+        """Take note that the program ends."""
+
+    def read(self, addresses: Array, dtype: Any, count: int) -> Array:
+        """Return what is there, as `load` does, without taking note of it."""
         units = self._units(addresses, np.dtype(dtype).itemsize * count)
         return _process(dtype, count)[units]
 
-    def _write(self, addresses: Array, values: Array) -> None:
+    def write(self, addresses: Array, values: Array) -> None:
+        """Store what `store` does, without taking note of it."""
         units = self._units(addresses, values.dtype.itemsize * values.shape[1])
         _process(values.dtype, values.shape[1])[units] = values
 
@@ -98,16 +129,16 @@ class GlobalMemory:
         """Replace each number by change(its position, itself) if not None. Return old, new and whether stored."""
         stored = np.zeros(len(addresses), bool)
         if change is None:
-            old = new = self._read(addresses, dtype, 1)[:, 0]
+            old = new = self.read(addresses, dtype, 1)[:, 0]
             return old, new, stored
         old, new = np.empty((2, len(addresses)), dtype)
         for position in range(len(addresses)):
             place = addresses[position : position + 1]
-            old[position] = new[position] = self._read(place, dtype, 1)[0, 0]
+            old[position] = new[position] = self.read(place, dtype, 1)[0, 0]
             value = change(position, old[position])
             if value is not None:
                 new[position], stored[position] = value, True
-                self._write(place, new[position : position + 1, None])
+                self.write(place, new[position : position + 1, None])
         return old, new, stored
 
     def _units(self, addresses: Array, size: int) -> Array:

@@ -48,7 +48,9 @@ class Kernel:
     """A kernel that is parsed and compiled from a PTX text.
 
     shared: the bytes of shared memory that a launch gives to each program. scratch: the bytes of global memory that it
-    gives to each program beside the arguments. Raise Unsupported, with the line, for what is not known.
+    gives to each program beside the arguments. copies: whether it has bulk copies. specialized: whether its warps
+    differ in what they know: some meet at barriers without the others, or wait for bulk stores. Raise Unsupported, with
+    the line, for what is not known.
     """
 
     def __init__(self, text: str, shared: int = 0, scratch: int = 0) -> None:
@@ -57,6 +59,10 @@ class Kernel:
         self._slots = Slots(self.parsed)
         asynchronous = any(x.parts[0] == "wgmma" for x in code)
         self._blocks = _blocks(self.parsed, self._slots, asynchronous)
+        self.copies = any(x.opcode.startswith("cp.async.bulk.tensor") for x in code)
+        self.specialized = any(block.end == "barrier" and block.numbers[1] for block in self._blocks) or any(
+            x.opcode.endswith(".bulk_group") for x in code
+        )
         self._touched = [asynchronous_steps.touched(self._slots, x) for x in code if asynchronous]
 
     def run(

@@ -91,9 +91,9 @@ def load(slots: Slots, instruction: PtxInstruction) -> Step:
         if shared:
             data = p.shared.load(addresses, of_warp, dtype, count)
         elif order:
-            data = p.memory.ordered(addresses, dtype, order, "ld")[:, None]
+            data = p.memory.ordered(addresses, of_warp, dtype, order, "ld")[:, None]
         else:
-            data = p.memory.load(addresses, dtype, count)
+            data = p.memory.load(addresses, of_warp, dtype, count)
             p.global_order.add(place if uniform else addresses, p.warp_of[threads], size, p.at, writes=False)
         for slot, column, extend in zip(places, data.T.copy(), extensions, strict=True):
             if slot is not None:
@@ -145,9 +145,9 @@ def store(slots: Slots, instruction: PtxInstruction) -> Step:
         if shared:
             p.shared.store(addresses, p.warp_of[threads], values)
         elif order:
-            p.memory.ordered(addresses, dtype, order, "st", lambda i, old: values[i, 0])
+            p.memory.ordered(addresses, p.warp_of[threads], dtype, order, "st", lambda i, old: values[i, 0])
         else:
-            p.memory.store(addresses, values)
+            p.memory.store(addresses, p.warp_of[threads], values)
             p.global_order.add(addresses, p.warp_of[threads], values[0].nbytes, p.at, writes=True)
 
     return for_threads(slots, instruction, step, (target, 32 if shared else 64), *((x, bits) for x in elements))
@@ -166,7 +166,7 @@ def atomic(slots: Slots, instruction: PtxInstruction) -> Step:
 
     def step(p: Program, threads: Array, addresses: Array, *given: Array) -> None:
         replace = lambda i, old: change(old, *[x[i] for x in given])  # noqa: E731
-        old = p.memory.ordered(addresses, dtype, order, f"atom.{name}", replace)
+        old = p.memory.ordered(addresses, p.warp_of[threads], dtype, order, f"atom.{name}", replace)
         for slot in results:
             p.write_some(slot, old, threads)
 
@@ -264,8 +264,9 @@ def _begin_bulk_copy(p: Program, warp: int, to: int, place: int, address: int, *
     # Programming Guide fence.proxy.async, and in CUTLASS fence.mbarrier_init.release.cluster (cutlass/arch/barrier.h,
     # fence_barrier_init). Only the barrier is checked here.
     chunks, tile, barrier, at = tensor_map.chunks(to), tensor_map.tile(coordinates), mbarrier_at(p, warp, address), p.at
-    early = tile.load(p.memory)
+    p.memory.begin_copy(tile.addresses, warp, tile.element, address)
     p.global_order.begin_copy(tile.addresses, warp, tile.element, at, writes=False)
+    early = tile.load(p.memory)
     p.shared.begin_copy(chunks, warp, 16, proxy=True)
 
     def perform() -> Array:

@@ -286,9 +286,9 @@ class Program:
         for length in {*kept.tolist()} - {0}:
             these, unit = np.flatnonzero(kept == length), length & -length
             units = (source[these, None] + np.arange(0, length, unit, dtype=np.uint64)).ravel()
-            loaded = self.memory.load(units, UNSIGNED[8 * min(unit, 8)], max(1, unit // 8))
-            values[these, :length] = loaded.view(np.uint8).reshape(-1, length)
             readers = self.warp_of[threads[these]].repeat(length // unit)
+            loaded = self.memory.load(units, readers, UNSIGNED[8 * min(unit, 8)], max(1, unit // 8))
+            values[these, :length] = loaded.view(np.uint8).reshape(-1, length)
             self.global_order.add(units, readers, unit, self.at, writes=False)
         return values
 
@@ -346,7 +346,7 @@ class Program:
             self.shared.barrier(meeting)
             if everyone:
                 self.global_order.barrier()
-            self.memory.barrier()
+            self.memory.barrier(meeting)
             for place, threads in self._waiting.pop(number).items():
                 _join(self._groups, place, threads)
 
@@ -388,6 +388,7 @@ class Program:
             raise MbarrierFault("the program ends before a bulk copy has ended")
         self.bulk_stores.end(self)
         self.global_order.barrier()
+        self.memory.end()
 
     def _located(self, error: PtxError) -> PtxError:
         """Return the error with the program and the instructions."""

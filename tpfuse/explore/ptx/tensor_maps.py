@@ -122,10 +122,10 @@ class Tile(NamedTuple):
     def load(self, memory: GlobalMemory) -> Array:
         """Return the chunks [chunks, 16] of the box, with zeros outside the tensor."""
         values = np.zeros(self.inside.shape, UNSIGNED[8 * self.element])
-        values[self.inside] = memory.load(self.addresses, values.dtype.type, 1)[:, 0]
+        values[self.inside] = memory.read(self.addresses, values.dtype.type, 1)[:, 0]
         return values.view(np.uint8).reshape(-1, 16)
 
     def store(self, memory: GlobalMemory, chunks: Array) -> None:
         """Store the chunks of the box, without what is outside the tensor."""
         values = chunks.reshape(-1).view(UNSIGNED[8 * self.element])
-        memory.store(self.addresses, values[self.inside][:, None])
+        memory.write(self.addresses, values[self.inside][:, None])
