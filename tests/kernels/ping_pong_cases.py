@@ -6,7 +6,10 @@ wrong with it, or "".
 
 import inspect
 import json
+import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -55,7 +58,8 @@ def values(
     dtype: str,
     *options: str,
     module: Any = gemm_ping_pong,
-    seed: Any = None,
+    seed: int | None = None,
+    edit: Callable[[str], str] = str,
 ) -> str:
     """Compare the results of a call with float64. n: columns of the result."""
     kind, rows = getattr(torch, dtype), 2 * n if activation in GATED else n
@@ -67,7 +71,7 @@ def values(
         inputs["weight"] = inputs["weight"].t().contiguous().t()
     plain = _plain(activation, [*options], **inputs)
     exact = _plain(activation, [*options], **{name: x.double() for name, x in inputs.items()})
-    with emulated("sm_90", edit=str, seed=seed):
+    with emulated("sm_90", edit=edit, seed=seed):
         if "one" in options:
             launch._gpus[torch.device("cpu")] = "sm_90", 1
         try:
@@ -89,6 +93,23 @@ def planted(old: str, new: str, number: int, work: list[Any]) -> str:
     with fresh([gemm_ping_pong], {name: source}) as copies:
         module: ModuleType = copies[0]
         return values(*work, module=module)
+
+
+def without(pattern: str, work: list[Any]) -> str:
+    """Run a work as often as a pattern is in its PTX, each time without one line in which it is.
+
+    Return the lines whose absence is no fault, and how many lines there were.
+    """
+    lines: list[str] = []
+
+    def edited(text: str, number: int) -> str:
+        lines[:] = re.findall(rf"^.*(?:{pattern}).*$", text, re.MULTILINE)
+        found = list(re.finditer(rf"^.*(?:{pattern}).*$", text, re.MULTILINE))[number : number + 1]
+        return "".join(text[: x.start()] + text[x.end() :] for x in found) or text
+
+    values(*work, edit=partial(edited, number=9999))
+    left = [f"{i}: {line}" for i, line in enumerate([*lines]) if not values(*work, edit=partial(edited, number=i))]
+    return "\n".join([*left, f"{len(lines)} lines"])
 
 
 def orders(seeds: int, work: list[Any]) -> str:

@@ -82,7 +82,7 @@ def test_warps_may_run_in_any_order() -> None:
 
 
 # What is deleted or replaced in the source, the replacement, which occurrence, and a case that shows the fault.
-WAIT = "tma.store_wait(_SLOTS - 1)"
+WAIT, RELEASE = "tma.store_wait(_SLOTS - 1)", "mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1)"
 FAULTS: dict[str, tuple[str, str, int, Work]] = {
     "copies do not wait for an empty stage": ("mbarrier.wait(empty.index(stage), parity)", "pass", 0, LONG),
     "fewer bytes are expected": ("(_PARTS + 2) * _SQUARE", "(_PARTS + 1) * _SQUARE", 0, LONG),
@@ -91,13 +91,13 @@ FAULTS: dict[str, tuple[str, str, int, Work]] = {
     "a turn is not given": ("mbarrier.arrive(turn.index(1 - me), pred=k == steps - 1)", "pass", 0, LONG),
     "a turn is given to oneself": ("turn.index(1 - me)", "turn.index(me)", 0, LONG),
     "a stage is released a step too early": ("wait(_PARTS, deps", "wait(2 * _PARTS, deps", 0, LONG),
-    "a stage is not released": ("mbarrier.arrive(empty", "(empty", 0, LONG),
-    "a tile's last stage is not released": ("mbarrier.arrive(empty", "(empty", 1, LONG),
+    "a stage is not released": (RELEASE + ", pred=k > 0)", "pass", 0, LONG),
+    "a tile's last stage is not released": (RELEASE + ")", "pass", 0, LONG),
     "sums are not waited for": ("wait(0, deps", "wait(_PARTS, deps", 0, LONG),
     "the kept square's slot is not waited for": (WAIT, "pass", 0, KEPT),
     "the square of up has a slot that is not waited for": (WAIT, "pass", 1, GATED),
     "the result's slot is not waited for": (WAIT, "pass", 2, LONG),
-    "the slots of the tile before are not waited for": ("tma.store_wait(0)", "pass", 0, KEPT),
+    "the slots of the tile before are not waited for": ("tma.store_wait(0)", "pass", 0, LONG),
     "the program does not wait for its last stores": ("tma.store_wait(0)", "pass", 1, KEPT),
     "the residual is not waited for": ("mbarrier.wait(arrived", "(arrived", 0, RESIDUAL),
     "the residual is fetched into a slot that is read": ("tma.store_wait(SENT)", "pass", 0, RESIDUAL),

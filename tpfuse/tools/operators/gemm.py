@@ -132,17 +132,17 @@ def launches(dtype: torch.dtype) -> None:
 
 
 def _ping_pong_launches(empty: Callable[..., Tensor]) -> None:
-    """Launch what models need of `gemm_ping_pong`: each forward and each gradient of an activation, and a residual."""
+    """Launch what models need of `gemm_ping_pong`; it is not in `gemm_forward`'s place before a row says PING_PONG."""
     from tpfuse.kernels.gemm_ping_pong import gemm_ping_pong, gemm_ping_pong_gradient
 
     m, n, k = 8192, 16384, 4096
-    for activation in ACTIVATIONS:
-        keep = activation is not None
-        gemm_ping_pong(empty(m, k), empty(n, k), empty(n), activation=activation, keep_preactivation=keep)
-        if activation is not None and activation not in GATED:
-            gemm_ping_pong_gradient(empty(m, k), empty(k, n), empty(m, n), activation)
-    gemm_ping_pong(empty(m, k), empty(n, k), empty(n), empty(m, n))
-    gemm_ping_pong(empty(m, k), empty(n, k), activation="swiglu", keep_preactivation=True)
+    x, weight = empty(m, k), empty(n, k)
+    gemm_ping_pong(x, weight, empty(n), empty(m, n))
+    gemm_ping_pong(x, weight, activation="swiglu", keep_preactivation=True)
+    for activation in ("gelu", "gelu_tanh", "silu", "relu2"):
+        gemm_ping_pong(x, weight, empty(n), activation=activation, keep_preactivation=True)
+    for activation in ("gelu_tanh", "silu", "relu2"):
+        gemm_ping_pong_gradient(x, weight.t().contiguous(), empty(m, n), activation)
 
 
 _SMALL = (
