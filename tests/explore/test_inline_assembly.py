@@ -337,6 +337,7 @@ def value_kernel(words, USE: tl.constexpr):
         ("{.reg .pred %p; elect.sync _|%p, -1;}", "=r,l", 1, r"elect\.sync"),
         ("bar.warp.sync -1;", "=r,l", 1, r"bar\.warp\.sync"),
         ("fence.proxy.async;", "=r,l", 1, r"fence\.proxy\.async"),
+        ("bar.sync 1, 64;", "=r,l", 1, r"bar\.sync is not supported"),
         ("mov.u32 $0, %smid;", "=r,l", 1, "%smid"),
         ("mov.u32 $0, 1;", "=r,l", 4, "pack=4: the explorer supports pack=1"),
         ("mov.u32 $0, 1;", "=r,n", 1, "constraint 'n'"),

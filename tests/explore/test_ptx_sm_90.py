@@ -408,6 +408,8 @@ def test_a_tile_may_be_read_until_its_wait_ends() -> None:
     store = "setp.eq.s32 %p9, %r0, 0;\n@%p9 st.global.b32 [%d0+768], 7;\nfence.proxy.async.global;\n"
     got = run_tile(changed(TILE, (ASYNC, store + ASYNC)) + store_shared(2048), given, 2048).view(np.uint16)
     assert matrix[8, 0] == 7 and got[0] == 7
+    with pytest.raises(GlobalRace, match=r"wrote it, warp 0 read it by TMA, and no fence\.proxy\.async comes between"):
+        run_tile(changed(TILE, (ASYNC, store.replace("fence.proxy.async.global;", ASYNC) + ASYNC)), given, 2048)
     with pytest.raises(GlobalRace, match="the source of a bulk copy has changed") as caught:
         run_tile(changed(TILE, ("wait:", f"{store.replace('7;', '8;')}wait:")), given, 2048)
     assert LOADED in str(caught.value)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import gluon_kernels
 import torch
 import tutorial_kernels
 
@@ -69,6 +70,37 @@ def tutorials() -> str:
         if not all(error <= bound for error in errors):
             wrong.append(f"{name}: errors {errors}")
     return "\n".join(wrong)
+
+
+# A fault of the product in Gluon -> a pattern in its PTX and what replaces the first place that it matches
+GLUON_FAULTS = {
+    "": (r"$^", ""),
+    "no proxy fence before a TMA store": (r"fence\.proxy\.async\.shared::cta;(?=[^@]*@%p\d+ \S*bulk_group)", ""),
+    "a store's buffer is used too early": (r"\n\s*cp\.async\.bulk\.wait_group\.read\s+0;\n", "\n"),
+    "sums are not waited for": (r"wgmma\.wait_group\.sync\.aligned 0;", ""),
+    "a stage is released one product early": (r"(wgmma\.wait_group\.sync\.aligned) 1;", r"\1 2;"),
+    "a turn is not given": (r"@%p\d+ mbarrier\.arrive\.[^;]*;((?:(?!mbarrier)[^;]*;)*?[^;]*wait_group\S* 1;)", r"\1"),
+    "too few bytes are expected": (r", 16384;", ", 8192;"),
+    "no fence after tensor maps": (r"fence\.proxy\.async\.shared::cta;", ""),
+}
+
+
+def gluon(fault: str, seed: int | None) -> str:
+    """Compare a product in Gluon, of six tiles with four steps each. Return the error's first line, if there is one."""
+
+    def edit(text: str) -> str:
+        changed, count = re.subn(*GLUON_FAULTS[fault], text, count=1)
+        assert count == bool(fault), fault
+        return changed
+
+    x, weight, out = normal(0, 160, 200).bfloat16(), normal(1, 104, 200).bfloat16(), torch.zeros(160, 104).bfloat16()
+    try:
+        with compiled("sm_90", edit, seed):
+            gluon_kernels.product_kernel[(1,)](x, weight, out, 160, 104, 200, num_warps=4)
+    except PtxError as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    exact = x.double() @ weight.double().T
+    return "" if ((out.double() - exact).abs() <= exact.abs() / 128 + 1e-3).all() else "other numbers"
 
 
 def _raised(by: int) -> Callable[[re.Match[str]], str]:

@@ -6,6 +6,7 @@ family of GPUs at a time, since they compile for most of their time, and each co
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,8 +71,34 @@ def test_a_kernel_of_each_family_is_right() -> None:
             ("program", name, 2, "bfloat16", 1)
             for name in ("gemm_reduce_scatter", "collectives", "messages", "ring_attention", "sharded_adamw")
         ),
+        ("gluon", "", None),
+        ("gluon", "", 0),
     ]
     assert results(*works) == [""] * len(works)
+    fault = "a stage is released one product early"
+    assert re.match(GLUON_FAULTS[fault], results(("gluon", fault, None))[0])
+
+
+IN_USE = "SharedRace: .* (which another warp read|a wgmma or TMA store that nobody has waited for)"
+# Versions of Triton order the instructions differently, and with them the faults that come first.
+GLUON_FAULTS = {
+    "no proxy fence before a TMA store": "SharedRace: .* no fence.proxy.async comes between",
+    "a store's buffer is used too early": f"{IN_USE}|SharedRace: the program ends before this store has read",
+    "sums are not waited for": f"WgmmaHazard: a register is accessed while|{IN_USE}",
+    "a stage is released one product early": IN_USE,
+    "a turn is not given": "Stuck: .* threads at an mbarrier that still needs 1 arrivals and 0 bytes",
+    "too few bytes are expected": "SharedRace: .* an asynchronous copy that nobody has waited for|Stuck: .* -8192 bytes",
+    "no fence after tensor maps": "SharedRace: .* no fence.proxy.async comes between",
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("version", [HERE, *OTHER_TRITONS])
+def test_faults_of_specialized_warps_are_found(version: str) -> None:
+    works = [("gluon", fault, seed) for fault in ["", *GLUON_FAULTS] for seed in (None, 0)]
+    found = dict(zip(works, results(*works, version=version), strict=True))
+    for (_, fault, seed), line in found.items():
+        assert re.match(GLUON_FAULTS.get(fault, "$"), line), (fault, seed, line)
 
 
 HANDED_OVER = "programs of one rank hand chunks over in memory that is not symmetric, whose order is not checked"

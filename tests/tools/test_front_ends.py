@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.compilations import OTHER_TRITONS, TRITONS, compiling, read_report
 from tests.support.tiers import exhaustive
+from tests.tools.test_gate import compile_toys
 from tpfuse.tools import operators
 from tpfuse.tools.gate import violations
 
@@ -37,3 +38,12 @@ def test_every_kernel_passes(version: str, together: int, dtypes: str) -> None:
     assert {result.operator for result in report.compilations} >= OWN_KERNELS
     wrong = [line for result in report.compilations for line in violations(result) if result.error]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("version", [TRITONS[-1], *exhaustive(*TRITONS[:-1])])
+def test_a_copy_that_a_loop_does_not_carry_is_refused(version: str) -> None:
+    flags = ("copied", "--json", "--front-end", "1", "--families", "sm_90", "--dtypes", "bfloat16")
+    report = read_report(compile_toys(*flags, **compiling(version)).stdout)
+    errors = {result.kernel.removesuffix("_kernel"): result.error for result in report.compilations}
+    assert errors.keys() == {"copied", "same_start", "sometimes_copied", "carried"} and not errors.pop("carried")
+    assert all("the loop changes before, but Triton does not carry it" in error for error in errors.values()), errors

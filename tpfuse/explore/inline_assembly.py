@@ -153,7 +153,8 @@ def _kernel(text: str, constraints: str, threads: int) -> Kernel:
     head = [f".visible .entry inline_assembly() .reqntid {threads} {{", ".reg .pred %outside;", *registers, *places]
     kernel = Kernel("\n".join([*head, "@%outside ret;", text, ";", *stores, "ret;", "}"]))
     for x in kernel.parsed.instructions:
-        if x.parts[0] in _REFUSED or x.opcode == "bar.warp.sync":
+        some_warps = x.parts[0] in ("bar", "barrier") and len(x.operands) > 1
+        if x.parts[0] in _REFUSED or x.opcode == "bar.warp.sync" or some_warps:
             raise Unsupported(f"{x.opcode} is not supported")
     return kernel
 
@@ -186,11 +187,17 @@ class _Memory(ExploredGlobalMemory):
         self._alone = some_threads or count > 1
         self._repeated = not some_threads and count < self._task.threads
 
-    def barrier(self) -> None:
+    def barrier(self, warps: list[int]) -> None:
         program_barrier(self._run)
 
     def ordered(
-        self, addresses: Array, dtype: Any, order: frozenset[str], name: str, change: Change | None = None
+        self,
+        addresses: Array,
+        warps: Array,
+        dtype: Any,
+        order: frozenset[str],
+        name: str,
+        change: Change | None = None,
     ) -> Array:
         if self._repeated and name.startswith("atom"):
             raise ValueError(
@@ -203,13 +210,13 @@ class _Memory(ExploredGlobalMemory):
                     f"inline assembly: an ordered access of {np.dtype(dtype).itemsize} bytes to symmetric buffer "
                     f"{region.key!r}, whose elements have {region.step}: expected the same width"
                 )
-        return super().ordered(addresses, dtype, order, name, change)
+        return super().ordered(addresses, warps, dtype, order, name, change)
 
     def _semantics(self, order: frozenset[str], **more: bool) -> Semantics:
         return replace(super()._semantics(order, **more), assembly=True, alone=self._alone)
 
     @contextmanager
-    def _at_source(self) -> Iterator[None]:
+    def _at_source(self, chain: int | None = None) -> Iterator[None]:
         yield  # the source lines are on Python's stack
 
     def _check(self, addresses: Array, size: Any) -> None:

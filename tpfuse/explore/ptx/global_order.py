@@ -47,7 +47,8 @@ class Access(NamedTuple):
     def common(self, other: "Access") -> Array:
         """Return which threads of the other access use a place of this one."""
         unit = min(self.size, other.size)
-        return np.isin(other.places(unit), self.places(unit)).any(1)
+        used: Array = np.isin(other.places(unit), self.places(unit))
+        return used.max(1)
 
     def did(self, warp: int) -> str:
         """Return what a warp did."""
@@ -110,7 +111,8 @@ class GlobalOrder:
 
     def _keep(self, access: Access) -> None:
         self._refuse_stores(access)
-        self._kept.append(access)
+        if access.high:  # a tile may be outside its tensor
+            self._kept.append(access)
 
     def _refuse_stores(self, access: Access) -> None:
         """Raise GlobalRace if an access meets the target of a bulk store that runs."""

@@ -304,7 +304,7 @@ class Program:
             guarded = self.guarded(block.guard)
             chosen = mask if guarded is None else guarded & mask
             if block.choice is not None:
-                yield from self._chosen_targets(chosen, block)
+                yield from self._chosen_targets(chosen, self.array(block.choice), block.targets)
             elif block.end == "branch":
                 yield block.targets[0], chosen
             else:
@@ -313,13 +313,12 @@ class Program:
                     self._release(number)
             yield block.after, mask & ~chosen
 
-    def _chosen_targets(self, mask: Mask, block: StepBlock) -> Iterator[tuple[int, Mask]]:
-        """Yield the targets that threads choose by a number, with these threads."""
-        choice = self.array(block.choice)
+    def _chosen_targets(self, mask: Mask, choice: Array, targets: Sequence[int]) -> Iterator[tuple[int, Mask]]:
+        """Yield the targets that threads choose by their numbers, with these threads."""
         for number in np.unique(choice[mask]).tolist():
-            if number >= len(block.targets):
-                raise MemoryFault(f"a branch to target {number} of {len(block.targets)}")
-            yield block.targets[number], mask & (choice == number)
+            if number >= len(targets):
+                raise MemoryFault(f"a branch to target {number} of {len(targets)}")
+            yield targets[number], mask & (choice == number)
 
     def _arrive(self, mask: Mask, block: StepBlock) -> None:
         """Let threads wait at a barrier."""

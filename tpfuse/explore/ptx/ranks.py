@@ -47,17 +47,18 @@ class ExploredGlobalMemory(GlobalMemory):
     loads are a second chain. A store is on a third one, which nobody knows before its warp has waited for it.
     """
 
-    def __init__(self, run: ExploredRun, buffers: Sequence[Buffer], kernel: Kernel) -> None:
+    def __init__(self, run: ExploredRun, buffers: Sequence[Buffer], kernel: Kernel | None = None) -> None:
         super().__init__(buffers)
         self._checked, self._clocks, self._task = run.memory, run.memory.clocks, run.scheduler.current
-        self._program, self._apart, self._begun = self._task.chain, kernel.specialized, 0
-        warps = range(kernel.parsed.threads // LANES)
+        self._program, self._begun = self._task.chain, 0
+        self._apart = kernel is not None and kernel.specialized
+        warps = range(kernel.parsed.threads // LANES if kernel is not None else 0)
 
         def chains(part: int) -> list[int]:
             return [run.chain_of(self._program, 3 * warp * self._apart + part) for warp in warps]
 
         self._warps = chains(0) if self._apart else [self._program for _ in warps]
-        self._loads, self._stores = (chains(1), chains(2)) if kernel.copies else ([], [])
+        self._loads, self._stores = (chains(1), chains(2)) if kernel is not None and kernel.copies else ([], [])
         self._own = sorted({*self._warps, *self._loads, *self._stores} - {self._program})
         for chain in self._own:
             self._clocks.fork(self._program, chain)
@@ -160,7 +161,8 @@ class ExploredGlobalMemory(GlobalMemory):
         self._checked.written(self._checked.touched(addresses))
 
     def end(self) -> None:
-        self._clocks.join(self._program, self._own)
+        if self._own:
+            self._clocks.join(self._program, self._own)
 
     def _split(self, warps: Array) -> Iterator[tuple[int, Any]]:
         """Yield chains with the positions of their accesses among those of some warps."""

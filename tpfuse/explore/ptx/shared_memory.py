@@ -35,7 +35,7 @@ class CheckedSharedMemory:
         padded = -(-size // _WIDEST) * _WIDEST
         self._bytes = np.full(padded, 0xFF, np.uint8)
         self._granule = granule
-        self._clocks = np.zeros((3, warps + 1, warps + 1), np.int32)
+        self._clocks: Array = np.zeros((3, warps + 1, warps + 1), np.int32)
         self._knows, self._fenced, self._fenced_outside = self._clocks
         np.fill_diagonal(self._knows, 1)
         # For each granule: who wrote it last, when (0: never) and at which site; and how many products read it
