@@ -6,10 +6,13 @@ backward pass needs it. A gated pair keeps two accumulators, of the gate and of 
 of x. Tiles are loaded by TMA where the configuration requests it and base and strides are aligned, by masked pointers
 otherwise.
 
+Where a row of the table says PING_PONG, `gemm_ping_pong` computes the products of which it can.
+
 Thin shapes have fewer tiles than there are multiprocessors: there the reduction is split, and `sum_partials` adds the
 parts in order (`gemm_split_k`), so that results do not depend on which program was first.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -105,6 +108,8 @@ def gemm_forward(
     rounded pre-activation. Raise ValueError for other shapes, dtypes, devices or names of activations.
     """
     plan = _plan(x, weight, bias, residual, activation)
+    if plan.ping_pong is not None:
+        return plan.ping_pong(x, weight, bias, residual, activation=activation, keep_preactivation=keep_preactivation)
     out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
     preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
     partials = None
@@ -125,8 +130,15 @@ def gemm_forward(
     return out, preactivation
 
 
+def takes_ping_pong(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None
+) -> bool:
+    """Return whether `gemm_forward` computes a product with `gemm_ping_pong`, since it was measured to be faster."""
+    return _plan(x, weight, bias, residual, activation).ping_pong is not None
+
+
 class _GemmPlan(NamedTuple):
-    """The sizes and launches of a call of `gemm_forward`."""
+    """The sizes and launches of a call of `gemm_forward`. ping_pong: the launcher that takes its place, or None."""
 
     # The result is [rows, width]. The product has `columns`, gate and up included.
     rows: int
@@ -134,6 +146,7 @@ class _GemmPlan(NamedTuple):
     columns: int
     splits: int
     product: Launch
+    ping_pong: Callable[..., tuple[Tensor, Tensor | None]] | None
 
 
 @planned
@@ -150,6 +163,7 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
     )  # fmt: skip
     options = tile_options(row, aligned)
     num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
+    ping_pong = _ping_pong(x, weight, bias, residual, activation) if options.pop("PING_PONG", False) else None
     tiles = cdiv(m, options["BLOCK_M"]) * cdiv(width, options["BLOCK_N"])
     splits, split_size = split_reduction(tiles, k, options["BLOCK_K"], x.device)
     arguments = {
@@ -169,7 +183,17 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
         **options,
     }
     grid = (min(tiles * splits, programs),)
-    return _GemmPlan(m, width, n, splits, Launch(gemm_forward_kernel, grid, arguments, num_warps, num_stages))
+    product = Launch(gemm_forward_kernel, grid, arguments, num_warps, num_stages)
+    return _GemmPlan(m, width, n, splits, product, ping_pong if splits == 1 else None)
+
+
+def _ping_pong(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    from tpfuse.kernels import gemm_ping_pong  # it imports Gluon, which takes a tenth of a second
+
+    problem = gemm_ping_pong.ping_pong_problem(x, weight, bias, residual, activation)
+    return None if problem else gemm_ping_pong.gemm_ping_pong
 
 
 def check_product(

@@ -195,6 +195,21 @@ def test_the_present_row_stays_unless_it_is_wrong_but_is_measured(
     assert best.measured.startswith("Toy GPU")
 
 
+@pytest.mark.parametrize(("plain", "taken"), [(0.7, True), (0.5, False)])
+def test_what_takes_the_place_of_plain_torch_must_be_faster_than_it(plain: float, taken: bool, table: Path) -> None:
+    table.write_text(TEXT.replace("FAST = false", "PING_PONG = false"))
+    configurations.forget()
+
+    def measure(call: Callable[[], object]) -> float:
+        if getattr(call, "func", None).__name__ == "plain":
+            return plain
+        call()
+        return 0.6 if _Clock.last.blocks["PING_PONG"] else 1.0
+
+    (best,) = tune(["toy"], _tuner(measure), [_toy(1000)], {"toy": ({"PING_PONG": (False, True)},)}, table)
+    assert best.blocks["PING_PONG"] == taken
+
+
 def test_a_candidate_that_is_slow_at_one_trial_is_not_tried_at_the_others(table: Path) -> None:
     clock = _Clock(lambda row: 1.0 if row.num_warps == 8 else 2.0)
     tune(["toy"], _tuner(clock), [_toy(100), _toy(200)], {"toy": ({"num_warps": (4, 8)},)}, table)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpfuse.kernels.activation_backward import activation_backward
-from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm import gemm_forward, takes_ping_pong
 from tpfuse.kernels.launch import family
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
@@ -62,7 +62,7 @@ def product(
 
     x: [..., K]; weight: [N, K]; bias: [N]; one dtype. The function is not differentiable, nor are those below.
     """
-    if activation is None or not use_triton(x) or not _fuses(x, activation, keep):
+    if activation is None or not use_triton(x) or not _fuses(flat(x), weight, bias, None, activation, keep):
         return activated(F.linear(x, weight, bias), activation, keep)
     out, preactivation = gemm_forward(flat(x), weight, bias, activation=activation, keep_preactivation=keep)
     if x.ndim == 2:
@@ -95,15 +95,20 @@ def preactivation_gradient(
     return rows.reshape(preactivation.shape), sums if with_bias else None
 
 
-def _fuses(x: Tensor, activation: str | None, keep: bool) -> bool:
-    """Return whether the Triton kernel computes a product and what follows, rather than cuBLAS and torch one by one.
+def _fuses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
+) -> bool:
+    """Return whether one kernel computes a product and what follows, rather than cuBLAS and torch one by one.
 
     Fusion saves passes over the product, but on an H100 cuBLAS's loop is some 12 % faster than Triton's. Measured there
     (benchmarks/results/first_contact_h100.md): a gated pair is faster fused, and an activation whose argument is not
     kept takes 0.95 to 1.04 of the time; an activation whose argument is kept for the backward pass, and a residual
-    alone, take up to 1.3.
+    alone, take up to 1.3. That is Triton's kernel: Gluon's takes its place only where it was measured to be faster than
+    both.
     """
-    return activation in GATED or (activation is not None and not keep) or family(x.device) != "sm_90"
+    if activation in GATED or (activation is not None and not keep) or family(x.device) != "sm_90":
+        return True
+    return takes_ping_pong(x, weight, bias, residual, activation)
 
 
 def weight_gradient(left: Tensor, x: Tensor) -> Tensor:
@@ -144,7 +149,7 @@ def _result_shape(x: Tensor, weight: Tensor, activation: str | None) -> tuple[in
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    if _fuses(x, activation, keep):
+    if _fuses(x, weight, bias, residual, activation, keep):
         out, preactivation = gemm_forward(x, weight, bias, residual, activation=activation, keep_preactivation=keep)
     else:
         out, preactivation = activated(F.linear(x, weight, bias), activation, keep)

@@ -52,7 +52,7 @@ class CompilationReport:
 
 
 def compiled(job: Job) -> Any:
-    """Return Triton's CompiledKernel of a job; its `asm` holds "ttir", "ttgir", "ptx" and "cubin"."""
+    """Return Triton's CompiledKernel of a job; its `asm` holds "ttir" (not Gluon's), "ttgir", "ptx" and "cubin"."""
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     return triton.compile(job.source, target=target(job.family), options=options)
 
@@ -72,7 +72,7 @@ def _identity(job: Job) -> dict[str, Any]:
 def _keep(kernel: Any, stem: Path) -> None:
     """Write the output of each stage of the compiler to a file, for people who want to read it."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    for stage in ("ttir", "ttgir", "ptx"):
+    for stage in {"ttir", "ttgir", "ptx"} & kernel.asm.keys():  # Gluon's have no TTIR
         stem.with_suffix(f".{stage}").write_text(kernel.asm[stage])
     stem.with_suffix(".sass").write_text(resources.disassembly(kernel.asm["cubin"]))
 

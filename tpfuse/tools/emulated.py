@@ -33,17 +33,19 @@ def fenced(text: str) -> str:
 
 
 @contextmanager
-def emulated(family: str, edit: Callable[[str], str] = fenced) -> Iterator[Callable[[ExploredRun], None]]:
+def emulated(
+    family: str, edit: Callable[[str], str] = fenced, seed: int | None = None
+) -> Iterator[Callable[[ExploredRun], None]]:
     """Within the block, launches on CPU tensors run compiled for a GPU of `family` with three multiprocessors.
 
-    edit: as of `tpfuse.explore.ptx.compiled`, and what this yields too.
+    edit, seed: as of `tpfuse.explore.ptx.compiled`, and what this yields too.
     """
 
     def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int, num_stages: int) -> None:
         kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
 
     cpu, before = torch.device("cpu"), (compiled_launch.run, switches.INTERPRETED)
-    with compiled(family, edit) as enter:
+    with compiled(family, edit, seed) as enter:
         launch._gpus[cpu] = family, 3
         compiled_launch.run, switches.INTERPRETED = run, True
         launch.forget_plans()

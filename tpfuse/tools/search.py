@@ -1,7 +1,8 @@
 """The search for the best row of configurations.toml, over the trials that choose it, with any means of measurement.
 
 The search goes step by step (`search_space`): it inspects each candidate, compares its results with float64 as the
-tests do, and times it.
+tests do, and times it. A candidate with PING_PONG, which `tpfuse.ops.gemm` would prefer to plain torch, must be faster
+than plain torch too.
 """
 
 import statistics
@@ -74,6 +75,11 @@ class Search:
                     self._tuner.say(f"  {brief(candidate)}: works, and is the present row from here on")
                     best, times, present = candidate, result, result
                     continue
+                if candidate.blocks.get("PING_PONG") and _ratio(result, self._plain_times()) >= _GAIN:
+                    self._tuner.say(
+                        f"  {brief(candidate)}: skipped, plain torch, in whose place it would be, is as fast"
+                    )
+                    continue
                 ratio = _ratio(result, present)
                 self._tuner.say(f"  {brief(candidate)}: {ratio:.3f} of the present time")
                 if ratio < min(_GAIN, _ratio(times, present)):
@@ -97,6 +103,11 @@ class Search:
             _check_device(self._tuner.device, error)
             return one_line(error)
         return times
+
+    def _plain_times(self) -> list[float]:
+        """Return the seconds of plain torch at each trial."""
+        calls = zip(self._trials, self._inputs, strict=True)
+        return [self._tuner.measure(partial(trial.plain, **copies(given))) for trial, given in calls]
 
     def _check(self, index: int) -> None:
         """Raise AssertionError if a result differs from float64 by more than the tests allow."""

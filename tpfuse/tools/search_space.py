@@ -32,7 +32,7 @@ _SCORES: Step = {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4
 _TILES: tuple[Step, ...] = ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)},)
 
 SPACES: dict[str, tuple[Step, ...]] = {
-    "gemm": _GEMM,
+    "gemm": (*_GEMM, {"PING_PONG": (False, True)}),
     "gemm_reduce_scatter": (*_GEMM, {"SUM_WIDTH": (16, 32, 64, 128)}),
     "all_gather_gemm": _GEMM,  # COPIERS and BLOCK_COPY depend on the links, which no trial uses
     "activation_backward": ({"BLOCK_M": (4, 8, 16, 32), "BLOCK_N": (128, 256, 512), "num_warps": (4, 8)},),

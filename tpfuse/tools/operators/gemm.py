@@ -1,5 +1,6 @@
 """gemm: a linear layer with bias, activation and residual."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,20 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import family
 from tpfuse.ops.gemm import gemm
-from tpfuse.tools.operator import CallCost, Draw, Launchers, Operator, Outputs, Shape, Tensors, gradients, seeded_draw
+from tpfuse.tools.operator import (
+    META,
+    CallCost,
+    Draw,
+    Launchers,
+    Operator,
+    Outputs,
+    Shape,
+    Tensors,
+    gradients,
+    seeded_draw,
+)
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,22 @@ def launches(dtype: torch.dtype) -> None:
     activation_backward(empty(m, n), empty(m, n), "gelu_tanh")
     # K is split, since there are few tiles.
     gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")
+    if family(META) == "sm_90" and dtype.itemsize == 2:
+        _ping_pong_launches(empty)
+
+
+def _ping_pong_launches(empty: Callable[..., Tensor]) -> None:
+    """Launch what models need of `gemm_ping_pong`; it is not in `gemm_forward`'s place before a row says PING_PONG."""
+    from tpfuse.kernels.gemm_ping_pong import gemm_ping_pong, gemm_ping_pong_gradient
+
+    m, n, k = 8192, 16384, 4096
+    x, weight = empty(m, k), empty(n, k)
+    gemm_ping_pong(x, weight, empty(n), empty(m, n))
+    gemm_ping_pong(x, weight, activation="swiglu", keep_preactivation=True)
+    for activation in ("gelu", "gelu_tanh", "silu", "relu2"):
+        gemm_ping_pong(x, weight, empty(n), activation=activation, keep_preactivation=True)
+    for activation in ("gelu_tanh", "silu", "relu2"):
+        gemm_ping_pong_gradient(x, weight.t().contiguous(), empty(m, n), activation)
 
 
 _SMALL = (
