@@ -130,7 +130,7 @@ CANDIDATES: dict[str, Maker] = {
 }
 
 
-class _Product:
+class _ProductCase:
     """The inputs of a case, and its candidates' calls. failed: by candidate, why it has none, or ""."""
 
     def __init__(self, shape: GemmShape, keep: bool, bench: Bench) -> None:
@@ -170,7 +170,7 @@ def _compare(call: Callable[[], Results], chosen: Tensor, expected: list[tuple[T
 
 
 def _built(shape: GemmShape, keep: bool, bench: Bench) -> Built:
-    product = _Product(shape, keep, bench)
+    product = _ProductCase(shape, keep, bench)
     mode = PLAIN if not shape.activation else KEPT if keep else DROPPED
     cost = shape.costs()["forward" if keep else "inference"]
     candidates = tuple(Candidate(name, partial(_run, call)) for name, call in product.calls.items())
