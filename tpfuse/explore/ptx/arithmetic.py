@@ -81,6 +81,8 @@ _SIMPLE: dict[str, tuple[int, _Function | None, str, _Function | None]] = {
     "not": (1, None, "", np.invert),
     "sqrt": (1, np.sqrt, "rn ftz approx", None),
     "rsqrt": (1, lambda x: 1 / np.sqrt(x.astype(np.float64)), "ftz approx", None),
+    "rcp": (1, lambda x: 1 / x.astype(np.float64), "rn ftz approx", None),
+    "tanh": (1, lambda x: np.tanh(x.astype(np.float64)), "approx", None),
     "ex2": (1, lambda x: np.exp2(x.astype(np.float64)), "ftz approx", None),
     "lg2": (1, lambda x: np.log2(x.astype(np.float64)), "ftz approx", None),
 }
