@@ -42,7 +42,7 @@ GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host mem
 KINDS = ("gather", "scatter", "link")  # the first words of the cases' names
 LAYERS = ((LLAMA_7B, 4), (LLAMA_70B, 8))  # models and ranks
 TOKENS = (4096, 8192, 16384)
-RANK = 1  # the rank whose work this GPU does
+RANK = 1  # the rank whose work this GPU does, if there are several
 _COLUMNS = 128  # the number of checked columns, in all rows
 
 
@@ -50,8 +50,8 @@ class Group:
     """The memory of all ranks on one device, where rank `RANK` works and the other ranks are ahead of it."""
 
     def __init__(self, world: int, slot_bytes: int, device: torch.device) -> None:
-        self._ranks = OneProcess(world, device, shared=False)
-        memory, programs = self._ranks.memories[RANK], multiprocessors(device)
+        self._ranks, self.rank = OneProcess(world, device, shared=False), min(RANK, world - 1)
+        memory, programs = self._ranks.memories[self.rank], multiprocessors(device)
         self._slots, self.endpoint = open_channel(memory, "benchmark", -(-slot_bytes // 16) * 16, programs)
         self.ready = memory.signals("benchmark: ready", world).local
 
@@ -61,12 +61,12 @@ class Group:
 
     def signalled(self) -> None:
         """Set this rank's flags as if the other ranks had done the next epoch's work."""
-        self._ranks.signal_ahead(RANK)
+        self._ranks.signal_ahead(self.rank)
 
     def stored(self, n: int) -> Tensor:
         """Return the values that this rank has pushed to all owners in the last launch, bf16 [world, n]."""
-        half = int(self.endpoint.state[0]) % 2
-        return torch.stack([slot[half].view(torch.bfloat16)[RANK * n : (RANK + 1) * n] for slot in self._slots.peers])
+        half, own = int(self.endpoint.state[0]) % 2, slice(self.rank * n, (self.rank + 1) * n)
+        return torch.stack([slot[half].view(torch.bfloat16)[own] for slot in self._slots.peers])
 
 
 def _narrow(x: Tensor, activation: str | None) -> Tensor:
@@ -92,8 +92,8 @@ def _measurement(mode: str, shape: AllGatherGemmShape | GemmReduceScatterShape, 
 def _gathering(shape: AllGatherGemmShape, bench: Bench) -> Built:
     inputs = shape.inputs(bench)
     gathered, weight, bias = (inputs[name] for name in ("gathered", "weight", "bias"))
-    whole, x = gathered.flatten(0, 1), gathered[RANK].clone()
-    group = Group(shape.world, x.nbytes, bench.device)
+    group = Group(shape.world, gathered[0].nbytes, bench.device)
+    whole, x = gathered.flatten(0, 1), gathered[group.rank].clone()
 
     def present() -> None:
         group.ready[:] = group.next_epoch()
@@ -129,7 +129,7 @@ def _scattering(shape: GemmReduceScatterShape, bench: Bench) -> Built:
         with unwritten_memory_is_nan():
             out = fused()
         pushed = group.stored(m * shape.N).reshape(shape.M, shape.N)
-        own = verdict(lambda: _check(out, x[RANK * m : (RANK + 1) * m], weight))
+        own = verdict(lambda: _check(out, x[group.rank * m : (group.rank + 1) * m], weight))
         return {OURS: own or verdict(lambda: _check(pushed, x, weight))}
 
     def plain(_: object) -> Tensor:
@@ -207,10 +207,20 @@ def _case(
     return BenchCase("overlapped_gemm", title, build, asked)
 
 
+def simulated(tiny: bool) -> list[BenchCase]:
+    """Return products of one size shared by 1, 4 and 8 simulated ranks: the step gather_scatter of `first_contact`."""
+    sizes = ((64, 48, 32),) if tiny else ((8192, 4096, 4096), (8192, 4096, 1024))
+    worlds = (1, 2) if tiny else (1, 4, 8)
+    return [
+        _case(kind, "simulated", world, *size) for size in sizes for world in worlds for kind in ("gather", "scatter")
+    ]
+
+
 def cases(tiny: bool) -> list[BenchCase]:
     """Return three widths of a product over the link, then the layers of Llama models by the number of tokens."""
     if tiny:
         chosen_cases = [_case(kind, "tiny", 4, 64, 48, 32) for kind in KINDS]
+        chosen_cases.append(_case("scatter", "tiny", 8, 64, 48, 32))
         return [*chosen_cases, _case("gather", "tiny", 2, 32, 64, 32, "swiglu")]
     widths = ((24576, True), (1024, True), (8192, False))
     chosen_cases = [_case("link", f"{n} wide", 8, 8192, n, 8192, asked=asked) for n, asked in widths]

@@ -41,7 +41,6 @@ from tpfuse.train.hardware import keep_freed_memory
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.schedule import learning_rate
 from tpfuse.train.trainer import Trainer
-from tpfuse.zero.bucket_layout import decays
 
 TORCH = "torch"
 
@@ -144,12 +143,8 @@ def preset(tp: int) -> tuple[TrainCommand, GPTConfig, Windows]:
 
 def _torch_step(model: TorchGPT, options: TrainCommand, windows: Windows) -> Callable[[], tuple[float, float]]:
     """Return a step like Trainer's, which returns (loss, gradient norm)."""
-    named = list(model.named_parameters())
     optim, batch = options.optim, options.train.batch
-    groups = [{"params": [p for name, p in named if decays(name, p)], "weight_decay": optim.weight_decay}]
-    groups += [{"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
-    done = 0
+    optimizer, done = model.optimizer(optim), 0
 
     def step() -> tuple[float, float]:
         nonlocal done

@@ -78,6 +78,7 @@ _LATE, _LONGEST = 0.2, 1_000_000
 _AHEAD = {2: 2, 4: 1}
 _TOO_MANY = ("gemm_reduce_scatter, copy engines", 4)  # ranks for the queues: they wait for ever 1 round ahead too
 _LOADING, _RUNNING = 240.0, 60.0  # seconds
+_SHORT = 360.0  # seconds after which a step that a GPU of some minutes runs first begins no row
 TINY_GPT = GPTConfig(64, 16, 32, 2, 2)  # of a rehearsal
 _COMPARED = "compared: "  # begins the lines that `main` prints
 
@@ -112,6 +113,8 @@ class Plan:
 
 def steps(plan: Plan) -> dict[str, list[Step]]:
     """Return all steps by group, in order."""
+    from benchmarks import contact_products, contact_training  # they import this module
+
     interpret = "1" if plan.rehearse else "0"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
 
@@ -127,6 +130,9 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
 
     return {
         "device": [one_row("device", "device", tell_device, again=True)],
+        "speed_124m": [Step("speed_124m", partial(contact_training.speed_124m, plan), 300.0, _SHORT)],
+        "epilogues": [Step("epilogues", partial(contact_products.epilogues, plan), 300.0, _SHORT)],
+        "gather_scatter": [Step("gather_scatter", partial(contact_products.gather_scatter, plan), 300.0, _SHORT)],
         "compile": [one_row("compile", "compile", fill_cache, most=300.0, again=True)],
         "operators": [
             Step(f"operators: {name}", partial(compare_operator, plan, name, DTYPES), most=90.0)

@@ -4,11 +4,12 @@
     python -m benchmarks.first_contact --out FOLDER --steps timings --operators gemm attention
     python -m benchmarks.first_contact --out FOLDER --rehearse      # all of it on a CPU, interpreted, with tiny shapes
 
-The steps are in this order: the properties of the device; the compiler, on all cores; every operator beside its
-reference, and the cases that fail once more with a newer ptxas and with one stage; times of products and attention;
-several ranks in one process on streams of their own; several processes on one GPU; training steps; sanitizers; times
-beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as there is time; float16;
-times of further shapes. docs/first_node.md says what each outcome means.
+The steps are in this order: the properties of the device; GPT-2 124M, products with their epilogues, and gathers and
+scatters, each beside its peers, which a GPU that is at hand for minutes runs alone; the compiler, on all cores; every
+operator beside its reference, and the cases that fail once more with a newer ptxas and with one stage; times of
+products and attention; several ranks in one process on streams of their own; several processes on one GPU; training
+steps; sanitizers; times beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as
+there is time; float16; times of further shapes. docs/first_node.md says what each outcome means.
 
 Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
 (`benchmarks.apart`). A second call with the same FOLDER continues where the first one ended. FOLDER/first_contact.json
@@ -37,7 +38,8 @@ from tpfuse.comm.host import replace_file
 from tpfuse.kernels.launch import interpreter_problem
 from tpfuse.tools import operators as cases
 
-TIMINGS = ("timings", "torch.compile", "more timings")
+SHORT = ("speed_124m", "epilogues", "gather_scatter")  # the steps that a GPU of some minutes runs first
+TIMINGS = (*SHORT, "timings", "torch.compile", "more timings")
 
 
 def measurements(rows: Sequence[Row]) -> list[Row]:
@@ -50,6 +52,7 @@ def measurements(rows: Sequence[Row]) -> list[Row]:
         for measured in row.get("measurements", ()):
             last[tuple(measured[key] for key in ("operator", "case", "mode", "candidate"))] = measured
         if "error" in row and "measurements" not in row:
+            operator = operator or group
             identity = {"operator": operator, "case": row["row"], "asked": group != "more timings", "mode": ""}
             last[operator, row["row"], "", OURS] = identity | {"candidate": OURS, "error": row["error"]}
     return list(last.values())

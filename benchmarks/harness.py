@@ -88,6 +88,16 @@ def provenance() -> Row:
     return row
 
 
+def conditions() -> Row:
+    """Return the GPU's power, clocks and temperature as of now; nothing where nvidia-smi does not tell them."""
+    query = {"power.draw": "power_w", "clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "temperature.gpu": "celsius"}
+    options = f"--query-gpu={','.join(query)}", "--format=csv,noheader,nounits", "--id=0"
+    told = _output_of("nvidia-smi", *options).split(",") if torch.cuda.is_available() else []
+    if len(told) != len(query):
+        return {}
+    return {name: value.strip() for name, value in zip(query.values(), told, strict=True)}
+
+
 class Parser(argparse.ArgumentParser):
     """The options of a benchmark: --keep, and those that it adds. description: its module's docstring."""
 
@@ -135,7 +145,8 @@ class Bench(Draw):
     interpreted: bool = False
     clock: BenchClock = field(default_factory=HostClock)
     ceilings: Ceilings = field(default_factory=lambda: Ceilings(1.0, 1.0))
-    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `TimedMode`; 0: one round
+    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `TimedMode`
+    rounds: tuple[int, int] = (7, 50)  # the least and the most of them
     compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
 
 
@@ -146,8 +157,11 @@ def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
         torch.set_num_threads(1)  # the tensors are tiny
     clock: BenchClock = HostClock() if interpreted else DeviceClock(device)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
-    generator, seconds = torch.Generator(device).manual_seed(seed), 0.0 if interpreted else 0.6
-    return Bench(device, torch.bfloat16, generator, interpreted, clock, ceilings, seconds)
+    generator = torch.Generator(device).manual_seed(seed)
+    bench = Bench(device, torch.bfloat16, generator, interpreted, clock, ceilings)
+    if interpreted:
+        bench.seconds, bench.rounds = 0.0, (1, 1)
+    return bench
 
 
 @dataclass(frozen=True)
@@ -201,9 +215,9 @@ def measure(case: BenchCase, bench: Bench) -> Iterator[Row]:
 
 
 def _rows(work: TimedMode, verdicts: dict[str, str], bench: Bench) -> Iterator[Row]:
-    rounds = {} if bench.seconds else {"least": 1, "most": 1}
+    least, most = bench.rounds
     fit = [x for x in work.candidates if may_run(x.name, verdicts.get(x.name, ""))]
-    timings = timing.alternate(fit, bench.clock, bench.seconds, **rounds)
+    timings = timing.alternate(fit, bench.clock, bench.seconds, least=least, most=most)
     bound = bench.ceilings.bound(work.flops, work.moved) * 1e6
     for candidate in work.candidates:
         name = candidate.name
@@ -237,7 +251,8 @@ def table(rows: Sequence[Row]) -> str:
             continue
         peak = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**20:.0f}"
         times = tuple(f"{row[key]:.1f}" for key in ("median_us", "p20_us", "p80_us"))
-        lines.append((*left, *times, f"{row['times_bound']:.2f}", peak))
+        bound = f"{row['times_bound']:.2f}" if "times_bound" in row else ""
+        lines.append((*left, *times, bound, peak))
     return aligned(lines)
 
 

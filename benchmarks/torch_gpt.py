@@ -20,6 +20,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.train.options import OptimOptions
+from tpfuse.zero.bucket_layout import decays
 
 
 class TorchBlock(nn.Module):
@@ -61,11 +63,18 @@ class TorchGPT(nn.Module):
 
     def forward(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the mean loss in nats per token."""
-        x_BTC = self.wte(ids_BT) + self.wpe(torch.arange(ids_BT.shape[1]))
+        x_BTC = self.wte(ids_BT) + self.wpe(torch.arange(ids_BT.shape[1], device=ids_BT.device))
         for block in self.h:
             x_BTC = block(x_BTC)
         logits_BTV = self.lm_head(self.ln_f(x_BTC))
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    def optimizer(self, optim: OptimOptions) -> torch.optim.AdamW:
+        """Return torch's fused AdamW, which decays what tpfuse's decays."""
+        named = list(self.named_parameters())
+        groups = [{"params": [p for name, p in named if decays(name, p)], "weight_decay": optim.weight_decay}]
+        groups += [{"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:

@@ -118,7 +118,7 @@ def store_columns(
         store_tile(acc, preactivation_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N)
         if GATED:
             store_tile(up, preactivation_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N)
-    out = activate(acc, ACTIVATION)
+    out = activate(acc, ACTIVATION, out_ptr.dtype.element_ty)
     if GATED:
         out *= up
     if residual_ptr is not None:

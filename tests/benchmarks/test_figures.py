@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import contact_products, contact_training
 from benchmarks.bench_operators import CASES
 from benchmarks.figures import FIGURES, Target, cost, speedup
 from benchmarks.harness import OURS, Row
@@ -57,8 +58,13 @@ def test_the_slowest_of_several_peers_counts() -> None:
 
 
 def test_every_figure_has_its_cases() -> None:
-    every = {operator: cases(False) for operator, cases in CASES.items()}
+    asked = {operator: [case.name for case in cases(False) if case.asked] for operator, cases in CASES.items()}
+    asked |= {"epilogues": [case.name for case in contact_products.cases(False)]}
+    asked |= {"speed_124m": contact_training.cases()}
     for figure in FIGURES:
-        assert any(case.asked and figure.case in case.name for case in every[figure.operator]), figure.name
-    names = [case.name for case in every["gemm"]]
-    assert len(names) == len(set(names)) > 70
+        assert any(figure.case in name for name in asked[figure.operator]), figure.name
+    for names in (asked["epilogues"], [case.name for case in CASES["gemm"](False)]):
+        assert len(names) == len(set(names)) > 10
+    named = {"epilogues": contact_products.CANDIDATES, "speed_124m": contact_training.CANDIDATES}
+    for figure in FIGURES:
+        assert set(figure.peers) <= set(named.get(figure.operator, figure.peers)), figure.name

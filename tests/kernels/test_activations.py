@@ -20,8 +20,8 @@ def _activation_kernel(x_ptr, grad_ptr, out_ptr, grad_x_ptr, n, ACTIVATION: tl.c
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n)
     grad = tl.load(grad_ptr + offs, mask=offs < n)
-    tl.store(out_ptr + offs, activate(x, ACTIVATION), mask=offs < n)
-    tl.store(grad_x_ptr + offs, activation_gradient(grad, x, ACTIVATION), mask=offs < n)
+    tl.store(out_ptr + offs, activate(x, ACTIVATION, tl.float32), mask=offs < n)
+    tl.store(grad_x_ptr + offs, activation_gradient(grad, x, ACTIVATION, tl.float32), mask=offs < n)
 
 
 def _run(x: Tensor, grad: Tensor, name: str | None) -> tuple[Tensor, Tensor]:

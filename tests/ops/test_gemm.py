@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -187,6 +188,36 @@ def test_cublas_multiplies_where_that_is_faster_on_an_h100(monkeypatch: pytest.M
     with use(kernels="triton"), torch.no_grad():
         gemm(**_inputs("gelu_tanh", torch.float32), activation="gelu_tanh")
     assert [call["activation"] for call in calls] == ["swiglu", "gelu_tanh"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float16)])
+def test_cublaslt_applies_gelu_where_its_argument_is_not_kept(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in counts its calls. With an argument to keep, without a bias and for an empty x it is not called."""
+    calls: list[tuple[int, ...]] = []
+    addmm = torch._addmm_activation
+
+    def spy(bias: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        calls.append(x.shape)
+        return addmm(bias, x, *rest, **options)
+
+    monkeypatch.setattr(gemm_module, "family", lambda device: "sm_90")
+    monkeypatch.setattr(torch, "_addmm_activation", spy)
+    inputs = _inputs("gelu_tanh", dtype)
+    x, weight, bias = (inputs[name] for name in ("x", "weight", "bias"))
+    expected = Expected(lambda **tensors: _result(tensors, "gelu_tanh"), inputs, torch.ones_like(inputs["residual"]))
+    with use(kernels="triton"), torch.no_grad():
+        expected.check("out", gemm(**inputs, activation="gelu_tanh"))
+        out, kept = gemm_module.product(x, weight, bias, "gelu_tanh", False)
+        torch.testing.assert_close(out + inputs["residual"], gemm(**inputs, activation="gelu_tanh"))
+        assert kept is None and len(calls) == 3
+        for others in ((x, weight, bias, "gelu_tanh", True), (x, weight, None, "gelu_tanh", False)):
+            gemm_module.product(*others)
+        gemm_module.product(x, weight, bias, "gelu", False)
+        empty = gemm_module.product(x[..., :0], weight[:, :0], bias, "gelu_tanh", False)[0]
+    assert len(calls) == 3
+    torch.testing.assert_close(empty[0, 0], F.gelu(bias, approximate="tanh"))
 
 
 def test_torch_computes_products_that_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:

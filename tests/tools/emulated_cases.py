@@ -6,6 +6,7 @@ prints a JSON list for it: what is wrong with each of them, or "".
 
 import gc
 import json
+import math
 import random
 import re
 import sys
@@ -16,10 +17,14 @@ from typing import Any, NamedTuple
 
 import gluon_kernels
 import torch
+import triton
+import triton.language as tl
 import tutorial_kernels
+from torch import Tensor
 
 from tpfuse.explore import ExploreError, Sequential, SimulatedMemory, explore
 from tpfuse.explore.ptx import Kernel, PtxError, compiled, launches
+from tpfuse.kernels.activations import activate, activation_gradient
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.testing.compare import evaluate
 from tpfuse.testing.inputs import normal
@@ -101,6 +106,60 @@ def gluon(fault: str, seed: int | None) -> str:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     exact = x.double() @ weight.double().T
     return "" if ((out.double() - exact).abs() <= exact.abs() / 128 + 1e-3).all() else "other numbers"
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, out_ptr, slope_ptr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store act(x) and act'(x) as they are before they are rounded to DTYPE."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, activate(x, ACTIVATION, DTYPE))
+    if SLOPE:
+        tl.store(slope_ptr + offs, activation_gradient(x * 0.0 + 1.0, x, ACTIVATION, DTYPE))
+
+
+def _activated(x: Tensor, name: str, dtype: tl.dtype, slope: bool = True) -> tuple[Tensor, Tensor, str]:
+    """Return act(x), act'(x), and the PTX that has computed them."""
+    out, slopes, block = torch.empty_like(x), torch.empty_like(x), 512
+    launches._kernels.clear()
+    with compiled(FAMILY):
+        _activation_kernel[(len(x) // block,)](x, out, slopes, name, dtype, slope, block, num_warps=4)
+    return out, slopes, "".join(kernel.text for kernel in launches._kernels.values())
+
+
+def activations() -> str:
+    """Compare the sigmoids of half types, and those of float32, with float64."""
+    tails = torch.tensor([89.0, 1e4, 1e18, 3e38])
+    x = torch.cat([torch.linspace(-12, 12, 2040), tails, -tails])
+    wrong = []
+    for name in ("gelu_tanh", "silu"):
+        wide = x.double().requires_grad_()
+        # (1 + tanh u) / 2 loses all digits of float64 where tanh is near -1.
+        exact = wide * torch.sigmoid(wide if name == "silu" else 2 * (2 / math.pi) ** 0.5 * (wide + 0.044715 * wide**3))
+        (slope,) = torch.autograd.grad(exact.sum(), wide)
+        for dtype, near, far in ((tl.bfloat16, 2e-6, 1e-5), (tl.float16, 2e-6, 1e-5), (tl.float32, 2e-6, 1e-5)):
+            out, slopes, _ = _activated(x, name, dtype)
+            error = ((out - exact).abs() / exact.abs().clamp(min=1e-30)).detach()
+            worst = {
+                "value, x > -3": (error[x > -3].max().item(), near),
+                "value, x > -9": (error[x > -9].max().item(), far),
+                "value": ((out - exact).abs().max().item() / 3e38, 1e-6),
+                "slope": ((slopes - slope).abs().max().item(), 1e-5),
+            }
+            wrong += [f"{name}, {dtype}, {what}: {e:.2e}" for what, (e, bound) in worst.items() if not e <= bound]
+    return "\n".join(wrong)
+
+
+def activation_instructions(name: str, slope: bool) -> float:
+    """Return the instructions of PTX for an element that an activation, or its gradient, adds to a copy in bfloat16."""
+    x, counts = torch.linspace(-12, 12, 512), []
+    for activation in (name, "none"):
+        text = _activated(x, activation, tl.bfloat16, slope)[2]
+        counts.append(len(re.findall(r"(?:^|;)\s*(?:@%p\d+ )?[a-z][\w.]*\s+[{%\[]", text, re.M)))
+        assert counts[-1] > 4, text
+    return (counts[0] - counts[1]) / 4  # a thread has four elements
 
 
 def _raised(by: int) -> Callable[[re.Match[str]], str]:

@@ -54,7 +54,7 @@ def test_a_file_gives_the_layout_and_the_options_of_zero(tmp_path: Path, command
     file, tables = tmp_path / "run.toml", []
     file.write_text('[model]\npreset = "gpt2-350m"\nn_layer = 2\n[parallel]\ntp = 4\ncp = 2\n[train]\nbatch = 24\n')
     out = commands.do("memory", file, "--ranks", "16")
-    assert "ranks 16: tp 4 x cp 2 x dp 2" in out and "12 x 1024 tokens, 1 in each step" in out
+    assert "ranks 16: tp 4 x cp 2 x dp 2" in out and "1 x 1024 tokens, 12 in each step" in out
     assert "ranks 8: tp 4 x cp 2 x dp 1" in commands.do("memory", file)
     assert not dist.is_initialized()
     for zero in ("", 'gradient_dtype = "parameter"', 'reduce_dtype = "parameter"'):

@@ -3,9 +3,9 @@
 A Triton kernel (`tpfuse.kernels.gemm`) computes forward if there is an activation or a residual, and keeps the
 pre-activation; another one (`tpfuse.kernels.activation_backward`) computes the pre-activation's gradient P and its
 column sums. Products that nothing follows are torch's on every device, cuBLAS's on GPUs: forward without activation and
-residual, dX = P W and dW = Pᵀ x. So are some that Triton would compute more slowly (`_fuses`). The autograd
-Functions of the tensor-parallel operators call the products one by one: these choose between Triton and torch as gemm
-does, but are not differentiable.
+residual, dX = P W and dW = Pᵀ x. So are some that Triton would compute more slowly (`_fuses`, `_by_cublaslt`). The
+autograd Functions of the tensor-parallel operators call the products one by one: these choose between Triton and torch
+as gemm does, but are not differentiable.
 """
 
 import math
@@ -62,9 +62,9 @@ def product(
 
     x: [..., K]; weight: [N, K]; bias: [N]; one dtype. The function is not differentiable, nor are those below.
     """
-    if activation is None or not use_triton(x) or not _fuses(flat(x), weight, bias, None, activation, keep):
+    if activation is None or not use_triton(x):
         return activated(F.linear(x, weight, bias), activation, keep)
-    out, preactivation = gemm_forward(flat(x), weight, bias, activation=activation, keep_preactivation=keep)
+    out, preactivation = _computed(flat(x), weight, bias, None, activation, keep)
     if x.ndim == 2:
         return out, preactivation
     shape = x.shape[:-1]
@@ -111,6 +111,30 @@ def _fuses(
     return takes_ping_pong(x, weight, bias, residual, activation)
 
 
+def _by_cublaslt(x: Tensor, activation: str | None, keep: bool) -> bool:
+    """Return whether a product with a bias and gelu_tanh are one kernel of cuBLASLt (`torch._addmm_activation`).
+
+    It does not return gelu's argument. On an H100 in bfloat16 it took 0.92 to 0.95 of the Triton kernel's time at
+    widths of 4096 and 8192, and 0.87 at 1600 (benchmarks/results/gpu-nvidia-h100-80gb-hbm3.json). To the product of an
+    empty x torch applies no gelu.
+    """
+    wanted = activation == "gelu_tanh" and not keep and x.itemsize == 2 and x.numel() > 0
+    return wanted and family(x.device) == "sm_90"
+
+
+def _computed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return (act(x Wᵀ + bias) + residual [M, N], pre-activation if `keep`), by what is the fastest for x [M, K]."""
+    if bias is not None and _by_cublaslt(x, activation, keep):
+        out, preactivation = torch._addmm_activation(bias, x, weight.t(), use_gelu=True), None
+    elif _fuses(x, weight, bias, residual, activation, keep):
+        return gemm_forward(x, weight, bias, residual, activation=activation, keep_preactivation=keep)
+    else:
+        out, preactivation = activated(F.linear(x, weight, bias), activation, keep)
+    return out if residual is None else out.add_(residual), preactivation
+
+
 def weight_gradient(left: Tensor, x: Tensor) -> Tensor:
     """Return leftᵀ x, [N, K], for left [..., N] and x [..., K]."""
     return flat(left).t() @ flat(x)
@@ -149,11 +173,7 @@ def _result_shape(x: Tensor, weight: Tensor, activation: str | None) -> tuple[in
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    if _fuses(x, weight, bias, residual, activation, keep):
-        out, preactivation = gemm_forward(x, weight, bias, residual, activation=activation, keep_preactivation=keep)
-    else:
-        out, preactivation = activated(F.linear(x, weight, bias), activation, keep)
-        out = out if residual is None else out.add_(residual)
+    out, preactivation = _computed(x, weight, bias, residual, activation, keep)
     return out, x.new_empty(0) if preactivation is None else preactivation
 
 

@@ -7,10 +7,11 @@ scales both (Liger-Kernel, arXiv:2410.10989). That makes three products, as many
 again in backward would make four. It is also why the result is a weighted sum: if each loss had an upstream gradient of
 its own, forward could not know it.
 
-A chunk has 4096 tokens (1024 on a CPU). dW is added to a float32 buffer in every chunk: 12 bytes of traffic for each
-entry of W against 2 operations for each token of the chunk, so that 4096 tokens make 680 operations for each byte,
-while an H100 needs 300 to be bound by arithmetic. The chunk's logits then take 8 KiB for each entry of the vocabulary,
-0.4 GB for GPT-2's, for any number of tokens. A call with one chunk has no buffer: dW is stored in its own dtype.
+A chunk has an eighth of the tokens, but 4096 to 16,384 (1024 on a CPU). dW is added to a float32 buffer in every chunk:
+12 bytes of traffic for each entry of W against 2 operations for each token of the chunk, so that 4096 tokens make 680
+operations for each byte, while an H100 needs 300 to be bound by arithmetic; more tokens leave less of that traffic. The
+logits of 4096 tokens take 8 KiB for each entry of the vocabulary, 0.4 GB for GPT-2's, and an eighth of all logits is
+little beside what else a large micro-batch keeps. A call with one chunk has no buffer: dW is stored in its own dtype.
 
 GPT-2's vocabulary of 50257 tokens is no multiple of 16. On GPUs the rows of logits begin at multiples of 16 entries,
 and each product is one of the first 50256 tokens and a small one of the others: the operands of the large one have the
@@ -39,7 +40,13 @@ from tpfuse.ops.autograd import autocast, once_differentiable, registered, wante
 from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
 from tpfuse.switches import use_triton
 
+_LEAST_CHUNK, _LARGEST_CHUNK, _CHUNKS = 4096, 16384, 8  # tokens on a GPU, and the number of chunks between both
 _ALIGNMENT = 16  # entries: TMA, wide loads, store masks and cuBLAS need rows of logits at multiples of 32 bytes
+
+
+def chunk_of(tokens: int) -> int:
+    """Return the number of tokens of a chunk on a GPU, by default."""
+    return min(max(-(-tokens // _CHUNKS), _LEAST_CHUNK), _LARGEST_CHUNK)
 
 
 def linear_cross_entropy(
@@ -71,7 +78,7 @@ def linear_cross_entropy(
     x_, weight_ = autocast(x, weight)
     _check(x_, weight_, vocabulary, group, weights, chunk_tokens)
     check_target(target, x, vocabulary)
-    chunk = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
+    chunk = chunk_tokens or (1024 if x.device.type == "cpu" else chunk_of(len(x)))
     weights = None if weights is None else weights.to(summed_dtype(x_.dtype))
     grad = torch.is_grad_enabled()
     needs = (grad and x_.requires_grad, grad and weight_.requires_grad)

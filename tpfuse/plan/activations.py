@@ -36,8 +36,12 @@ from tpfuse.ops.ring_attention.schedule import schedule_for
 from tpfuse.plan.sizes import ModelSizes, RankShare, TrainingProgram
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element
-LOSS_CHUNK = 4096  # tokens whose logits `tpfuse.ops.linear_cross_entropy` holds at the same time
 _INT64 = 8
+
+
+def loss_chunk(rows: int) -> int:
+    """Return the tokens whose logits `tpfuse.ops.linear_cross_entropy` holds at the same time."""
+    return min(max(-(-rows // 8), 4096), 16384)
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,9 @@ def activations(sizes: ModelSizes, share: RankShare, program: TrainingProgram) -
         masked = share.tp > 1  # a mask of one byte per token says which ids are in this rank's shard of the vocabulary
         first += rows * masked + between * _INT64  # positions
         last += (rows + vocabulary) * width * size  # the gradients of the loss
-        loss = min(rows, LOSS_CHUNK) * vocabulary * size
-        loss += vocabulary * width * 4 if rows > LOSS_CHUNK else 0  # the sum of the chunks' gradients
+        chunk = loss_chunk(rows)
+        loss = min(rows, chunk) * vocabulary * size
+        loss += vocabulary * width * 4 if rows > chunk else 0  # the sum of the chunks' gradients
         if sizes.dropout and program.triton:  # the numbers of rows and heads, and the keys of all sites
             heads = share.micro_batch * (sizes.heads // share.tp) if share.recompute == "none" else 0
             stage = (between + 4 * sizes.layers + heads) * _INT64

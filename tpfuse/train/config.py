@@ -319,8 +319,6 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
         del document[name]
     if options.model.from_ is not None:
         document["model"] = {"from_": options.model.from_, "n_positions": options.model.n_positions}
-    elif options.train.micro_batch is None:
-        document["train"]["micro_batch"] = _NOT_GIVEN["train.micro_batch"]  # else that of a preset would come back
     return _written(document)
 
 

@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 
+from tpfuse.comm.limits import available_memory
 from tpfuse.plan.hardware import known_gpu
 
 PROBE_SECONDS = 0.3
@@ -73,6 +74,18 @@ def held_bytes(device: torch.device) -> int:
         return int(text.partition("\nPss:")[2].split()[0]) * 1024
     except (OSError, IndexError):
         return memory_bytes(device)
+
+
+def free_bytes(device: torch.device, local_world: int) -> int | None:
+    """Return this rank's share of the bytes that nothing holds, on its GPU or the host; None if they are not known.
+
+    local_world: the ranks of this host. On a CPU half of the memory stays for others.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free // -(-local_world // device_count())
+    available = available_memory()
+    return None if available is None else available // 2 // local_world
 
 
 def keep_freed_memory() -> bool:

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
@@ -20,7 +21,7 @@ from tpfuse.comm.autotune import autotune
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
 from tpfuse.comm.limits import core_time, set_threads
-from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.mesh import build_mesh, tensor_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
 from tpfuse.parallel.pipeline.timeline import Timeline
@@ -44,6 +45,7 @@ from tpfuse.train.language_model import as_json as model_as_json
 from tpfuse.train.launch import RankInfo, StopRequest, device_of, in_group, join
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
+from tpfuse.train.micro_batch import with_micro_batch
 from tpfuse.train.pipeline_options import predicted_timeline
 from tpfuse.train.predicted import prediction
 from tpfuse.train.report import conclude, introduce, measured
@@ -104,7 +106,11 @@ class TrainingLoop:
     def __init__(
         self, info: RankInfo, run: PreparedRun, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
     ) -> None:
-        self.info, self.run, self.options, self.device, self.stop = info, run, run.options, device, stop
+        options, self.micro_batch = with_micro_batch(
+            run.options, run.config, tensor_mesh(mesh), device, info.local_world, run.micro_batch
+        )
+        run = replace(run, options=options)
+        self.info, self.run, self.options, self.device, self.stop = info, run, options, device, stop
         self.first = info.rank == 0
         train, data, length = run.options.train, run.options.data, run.config.n_positions
         tokens, val_tokens = run.data.open(data.val_fraction)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm.layout import local_tensor
 from tpfuse.nearest import nearest
 from tpfuse.plan.memory import RankMemory, memories, uncounted
+from tpfuse.plan.sizes import ModelSizes, TrainingProgram
 from tpfuse.plan.states import rank_parameters
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named, listed
@@ -21,7 +22,7 @@ from tpfuse.train.errors import UserError, check_at_least, instead_of
 from tpfuse.train.language_model import ModelConfig, outlined, parameter_count
 from tpfuse.train.option_marks import meaningless, without
 from tpfuse.train.options import MemoryCommand, TrainCommand
-from tpfuse.train.pipeline_options import micro_batch_size, rank_count
+from tpfuse.train.pipeline_options import micro_batch_size, micro_batch_sizes, rank_count
 from tpfuse.train.predicted import EXACT, layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.setup import model_config, with_layout
 from tpfuse.train.token_file import stated_tokenizer, token_paths
@@ -37,12 +38,16 @@ _ACCUMULATED = {
 
 def memory(name: str, command: MemoryCommand) -> str:
     """Return the table of `tpfuse memory NAME`. Raise UserError."""
-    options = _with_command(parse_train(model_arguments(name)), command)
+    given = parse_train(model_arguments(name))
+    options = _with_command(given, command)
     config = model_config(options, vocabulary(options, command.vocab_size))
     stages = (0, 1, 2, 3) if command.stage is None else (int(command.stage),)
     with shape_mesh(options.parallel.tp) as mesh:
         found = memory_of(options, config, mesh, stages)
-    return _table(name, options, config, found)
+    table = _table(name, options, config, found)
+    if command.micro_batch or given.train.micro_batch:
+        return table
+    return f"{table}\nThis is the smallest micro-batch. A run takes as many sequences as its free memory holds."
 
 
 def model_arguments(name: str) -> list[str]:
@@ -79,7 +84,9 @@ def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand
     train = replace(train, recompute=recompute, micro_batch=micro_batch)
     options = with_layout(replace(options, parallel=replace(parallel, dp=None), train=train), ranks)
     stages = [replace(options, zero=replace(options.zero, stage=stage)) for stage in range(4)]
-    return without(options, set.intersection(*(set(meaningless(each)) for each in stages)))
+    options = without(options, set.intersection(*(set(meaningless(each)) for each in stages)))
+    sequences = options.train.micro_batch or micro_batch_sizes(options)[-1]
+    return replace(options, train=replace(options.train, micro_batch=sequences))
 
 
 def vocabulary(options: TrainCommand, given: int | None) -> int:
@@ -120,6 +127,21 @@ def memory_of(
     share, sequences = train.batch // parallel.data_ranks, micro_batch_size(options)
     if not share or share % sequences:
         raise UserError(f"micro-batches of {sequences} do not divide the {share} sequences of each rank")
+    sizes, program, blocks = counted_model(options, config, mesh)
+    layout, most = layout_of(options), {}
+    for stage in stages:
+        ranks_of_stage = memories(sizes, replace(layout, zero=stage), program, blocks)
+        most[stage] = max(ranks_of_stage.items(), key=lambda each: each[1].total)
+    return most
+
+
+def counted_model(
+    options: TrainCommand, config: ModelConfig, mesh: DeviceMesh | None
+) -> tuple[ModelSizes, TrainingProgram, tuple[int, ...]]:
+    """Return a run's model, program and blocks as `tpfuse.plan.memory.memories` takes them. Raise UserError.
+
+    options, mesh: as for `memory_of`.
+    """
     sizes = sizes_of("the model", config, options.train.dtype)
     program = program_of(options, config.n_head)
     if mesh is not None:
@@ -130,11 +152,7 @@ def memory_of(
                 f"a rank of tp {mesh.size()} has {held:,} parameters, and {counted:,} if the ranks shared all layers:"
                 " the memory is not known for models of which tpfuse.parallelize leaves layers alone: count it for tp 1"
             )
-    layout, blocks, most = layout_of(options), stage_blocks(options, config), {}
-    for stage in stages:
-        ranks_of_stage = memories(sizes, replace(layout, zero=stage), program, blocks)
-        most[stage] = max(ranks_of_stage.items(), key=lambda each: each[1].total)
-    return most
+    return sizes, program, stage_blocks(options, config)
 
 
 def _table(name: str, options: TrainCommand, config: ModelConfig, found: dict[int, tuple[int, RankMemory]]) -> str:

@@ -159,7 +159,8 @@ class TrainOptions:
     """Global batch size: sequences in each optimizer step, over all ranks."""
     micro_batch: Rounds[OptionalInt] = None
     """Micro-batch size: sequences in each forward pass of a rank; the step accumulates gradients over them (gradient
-    accumulation). Default: all sequences of the rank, or in a pipeline at least 4 x pp micro-batches if possible."""
+    accumulation). Default: as many as the free memory holds, at most all of the rank, and in a pipeline at least 4 x pp
+    micro-batches if possible."""
     seed: Alters[int] = 1337
     """Seed of the initial weights, the batches and dropout."""
     dtype: Alters[Dtype] = "float32"
@@ -484,7 +485,7 @@ class MemoryCommand:
     stage: Annotated[Literal["0", "1", "2", "3"] | None, arg(metavar="{0,1,2,3}", help_behavior_hint=_hint)] = None
     """ZeRO stage. Default: one column for each stage."""
     micro_batch: OptionalInt = None
-    """Sequences in each forward pass of a rank. Default: those of the configuration."""
+    """Sequences in each forward pass of a rank. Default: those of the configuration, or the fewest."""
     recompute: Annotated[Recompute | None, arg(metavar="{none,selective,full}", help_behavior_hint=_hint)] = None
     """Activation checkpointing, as for `tpfuse train`. Default: as the configuration says."""
     vocab_size: OptionalInt = None

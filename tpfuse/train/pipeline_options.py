@@ -53,6 +53,20 @@ def micro_batch_size(options: TrainCommand) -> int:
     return share // (enough[0] if enough else counts[-1] if counts else share)
 
 
+def micro_batch_sizes(options: TrainCommand) -> list[int]:
+    """Return the sizes of micro-batches that a run may take where none is given, the largest first.
+
+    options: with the layout filled in. The largest is that of `micro_batch_size`.
+    """
+    most, share = micro_batch_size(options), options.train.batch // options.parallel.data_ranks
+    found = []
+    for size in (size for size in range(most, 0, -1) if share % size == 0):
+        with contextlib.suppress(ValueError):
+            order(options.parallel.pp_schedule, options.parallel.pp, stages_per_rank(options.parallel), share // size)
+            found.append(size)
+    return found or [most]
+
+
 def pipeline_order(options: TrainCommand) -> Order:
     """Return the order of a step. options: with the layout filled in.
 

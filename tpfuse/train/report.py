@@ -58,6 +58,8 @@ def introduce(loop: "TrainingLoop", peak_source: str) -> None:
         say(f"layers   {summary([each for each in layers if each.implementation != 'local'])}")
     tokens = train.batch * config.n_positions
     say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
+    if loop.micro_batch:
+        say(f"         {loop.micro_batch}")
     say(f"memory   {_counted(run, trainer)}")
     say(f"MFU      of {loop.peak * world / 1e12:.3g} TFLOP/s ({world} x {loop.peak / 1e12:.3g}, {peak_source})")
     if loop.prediction is not None:

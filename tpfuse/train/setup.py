@@ -23,7 +23,7 @@ from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.switches import resolved_kernels, use
 from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good
 from tpfuse.train.compiled import check_compiler
-from tpfuse.train.config import BEFORE, profiled_steps, resolved
+from tpfuse.train.config import BEFORE, profiled_steps, resolved, stored
 from tpfuse.train.continuation import check_schedule, check_start, described
 from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data, store
@@ -69,6 +69,8 @@ class PreparedRun:
     weights: Path | None
     # Lines that say what a resumed run does otherwise than before.
     changes: tuple[str, ...] = ()
+    # The size of the checkpoint's micro-batches; None if they had all sequences of a rank.
+    micro_batch: int | None = None
 
 
 def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
@@ -435,7 +437,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     if checkpoint is None:
         return PreparedRun(folder, options, config, data, None, weights, tuple(dropped))
     changes = (*dropped, *described(checkpoint.state["config"], options))
-    return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes)
+    before = stored("train.micro_batch", checkpoint.state["config"]["train"].get("micro_batch"))
+    return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes, before)
 
 
 def _place(folder: Path) -> Path:
