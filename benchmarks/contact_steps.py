@@ -112,6 +112,8 @@ class Plan:
 
 def steps(plan: Plan) -> dict[str, list[Step]]:
     """Return all steps by group, in order."""
+    from benchmarks import contact_host  # it imports this module
+
     interpret = "1" if plan.rehearse else "0"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
 
@@ -127,6 +129,7 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
 
     return {
         "device": [one_row("device", "device", tell_device, again=True)],
+        "host": [Step("host", partial(contact_host.host, plan), 120.0, 120.0)],
         "compile": [one_row("compile", "compile", fill_cache, most=300.0, again=True)],
         "operators": [
             Step(f"operators: {name}", partial(compare_operator, plan, name, DTYPES), most=90.0)

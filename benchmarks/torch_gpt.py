@@ -61,7 +61,7 @@ class TorchGPT(nn.Module):
 
     def forward(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the mean loss in nats per token."""
-        x_BTC = self.wte(ids_BT) + self.wpe(torch.arange(ids_BT.shape[1]))
+        x_BTC = self.wte(ids_BT) + self.wpe(torch.arange(ids_BT.shape[1], device=ids_BT.device))
         for block in self.h:
             x_BTC = block(x_BTC)
         logits_BTV = self.lm_head(self.ln_f(x_BTC))

@@ -64,7 +64,7 @@ class Attention(nn.Module):
         """Return residual + attention(x)."""
         qkv_MN, tokens = self.c_attn(x_mC), sharded.tokens
         padding = qkv_MN.shape[0] - tokens
-        rows_MN = first_rows(qkv_MN, tokens)
+        rows_MN = first_rows(qkv_MN, tokens) if padding else qkv_MN
         qkv_BnpHD = rows_MN.reshape(sharded.batch, sharded.local_length, 3, self.heads, self.head_size)
         # Parts of a permuted view would take another pass over the gradient of qkv.
         q_BnHD, k_BnHD, v_BnHD = qkv_BnpHD.unbind(2)

@@ -214,7 +214,11 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias, needs_residual, *_none = wanted_gradients(ctx)
     grad_x = grad_weight = grad_bias = None
     if needs_x or needs_weight or needs_bias:
-        left, grad_bias = preactivation_gradient(grad, preactivation, ctx.activation, needs_bias)
+        if ctx.activation is None:
+            left, sums = grad, grad.sum(0) if needs_bias else None
+        else:
+            left, sums = _preactivation_gradient(grad, preactivation, ctx.activation, needs_bias)
+        grad_bias = sums if needs_bias else None
         grad_x = left @ weight if needs_x else None
         grad_weight = left.t() @ x if needs_weight else None
     return grad_x, grad_weight, grad_bias, grad if needs_residual else None, None, None
