@@ -229,6 +229,7 @@ def _cuda_gpu(device: torch.device) -> tuple[str, int]:
 _Arguments = TypeVarTuple("_Arguments")
 _Planned = TypeVar("_Planned")
 _plans: list[dict[tuple[object, ...], Any]] = []
+_KEYS = frozenset((str, bool, int, float))  # most arguments that are no tensors
 
 
 def planned(plan: Callable[[*_Arguments], _Planned]) -> Callable[[*_Arguments], _Planned]:
@@ -250,10 +251,11 @@ def planned(plan: Callable[[*_Arguments], _Planned]) -> Callable[[*_Arguments], 
             key += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
         try:
             for x in arguments:
-                if not isinstance(x, Tensor):
+                of = type(x)
+                if of is Tensor or of is Parameter:
+                    key.append((x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16))  # type: ignore[attr-defined]
+                elif x is None or of in _KEYS or not isinstance(x, Tensor):
                     key.append(x)
-                elif type(x) is Tensor or type(x) is Parameter:
-                    key.append((x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16))
                 else:
                     return plan(*arguments)
         except RuntimeError:  # torch has no strides, or no address

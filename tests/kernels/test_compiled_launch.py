@@ -291,6 +291,31 @@ def test_a_layout_is_planned_once(kernel: _Kernel, change: dict[str, Any], plann
     assert plan(*first.values()) == 1
 
 
+def test_tensors_without_a_layout_are_planned_each_time(kernel: _Kernel) -> None:
+    plan, seen = _planned()
+    plan(torch.empty(4, 8), None, False)
+    given = [torch.empty(4, 8).as_subclass(_On), torch.empty(4, 8).to_sparse(), torch.eye(4).to_sparse_csr()]
+    torch.func.vmap(lambda x: given.append(x) or x)(torch.empty(3, 4, 8))
+    for number, x in enumerate(given):
+        assert (plan(x, None, False), plan(x, None, False)) == (2 * number + 2, 2 * number + 3)
+    assert len(seen) == 1 + 2 * len(given)
+
+
+def test_autocast_and_deterministic_algorithms_have_plans_of_their_own(kernel: _Kernel) -> None:
+    plan, _ = _planned()
+    call = torch.empty(4, 8), None, False
+    assert plan(*call) == 1
+    for number, dtype in ((2, torch.bfloat16), (3, torch.float16), (2, torch.bfloat16)):
+        with torch.autocast("cpu", dtype=dtype):
+            assert plan(*call) == plan(*call) == number
+    torch.use_deterministic_algorithms(False)
+    try:
+        assert plan(*call) == 4
+    finally:
+        torch.use_deterministic_algorithms(True)
+    assert plan(*call) == 1
+
+
 def test_a_plan_refuses_again_what_it_has_refused(kernel: _Kernel) -> None:
     plan, _ = _planned()
     for _ in range(2):

@@ -128,7 +128,8 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         """Return [..., this rank's output features] of x [..., in_features], whole or (sequence_parallel) a shard."""
         if self.sequence_parallel and not -x.ndim <= self.sequence_dim < -1:
             check_sequence_dim(x, self.sequence_dim)
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if isinstance(weight, DTensor) or isinstance(bias, DTensor):
             dims = (0, 0) if self.parts == 1 else (1, None)
             weight, bias = local_of(self, "weight", dims[0]), local_of(self, "bias", dims[1])

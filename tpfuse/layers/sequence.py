@@ -26,11 +26,15 @@ def sequence_back(x: Tensor, dim: int) -> Tensor:
     return x if dim % x.ndim == 0 else x.movedim(0, dim)
 
 
-def packed_bias(bias: Tensor, parts: int, group: dist.ProcessGroup, sum_over: dist.ProcessGroup | None) -> Tensor:
+def packed_bias(
+    bias: Tensor, parts: int, group: dist.ProcessGroup | None, sum_over: dist.ProcessGroup | None
+) -> Tensor:
     """Return this rank's slice of each part of a whole bias [parts * height], concatenated.
 
     sum_over: the group over which the bias's gradient is summed in backward; each rank computes that of its slices.
     """
+    if group is None:
+        return bias
     bias = replicate(bias, sum_over)
     return bias.view(parts, group.size(), -1)[:, group.rank()].flatten()
 

@@ -26,8 +26,19 @@ _IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def apply(function: type[Function], *args: object) -> Tensor:
-    """Return `function.apply(*args)` of a Function that returns one tensor."""
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+    """Return `function.apply(*args)` of a Function that returns one tensor.
+
+    Function.apply asks whether functorch has a part in the call, in Python. Here C-level flags tell.
+    """
+    plain: bool = not _TRANSFORMS()
+    for x in args:
+        plain = plain and not (isinstance(x, Tensor) and _IS_WRAPPED(x))
+    call: Any = super(Function, function) if plain else function
+    out: Tensor = call.apply(*args)
+    return out
+
+
+apply._torchdynamo_inline = lambda function, *args: function.apply(*args)  # type: ignore[attr-defined]
 
 
 def no_view(x: Tensor) -> Tensor:
@@ -35,7 +46,8 @@ def no_view(x: Tensor) -> Tensor:
 
     The result of a Function may be changed in place only then. (torch.compile cannot ask whether a tensor is a view.)
     """
-    return cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))
+    whole: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return whole
 
 
 def refuse_tangents(operator: str, *inputs: object) -> None:
@@ -78,8 +90,7 @@ class RegisteredFunction:
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         generated = type(f"GeneratedBackwardFor_tpfuse_{self._name}_default", (Function,), methods)
-        # What Function.apply calls when functorch transforms nothing.
-        self._differentiable = super(Function, generated).apply  # type: ignore[misc]
+        self._differentiable = super(Function, generated).apply  # type: ignore[misc]  # `apply` does the same
         self._registered.register_autograd(backward, setup_context=setup_context)
 
     def _dispatched(self, *inputs: Any) -> Any:
@@ -161,7 +172,7 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     """
     nodes, wanted = iter(ctx.next_functions), []  # with a node for each needed gradient, in order
     for need in ctx.needs_input_grad:
-        node = None
+        node: Any = None
         while need and node is None:
             node, _ = next(nodes)
         try:

@@ -44,7 +44,7 @@ def gemm(
     if call.mixed:
         x, weight, bias = autocast(x, weight, bias)
     if not call.triton:
-        out = F.linear(x, weight, bias)
+        out: Tensor = F.linear(x, weight, bias)
         out = out if activation is None else ACTIVATIONS[activation](out)
         return out if residual is None else out + residual
     keep = activation is not None and torch.is_grad_enabled()
