@@ -113,7 +113,7 @@ class Plan:
 
 def steps(plan: Plan) -> dict[str, list[Step]]:
     """Return all steps by group, in order."""
-    from benchmarks import contact_products, contact_training  # they import this module
+    from benchmarks import contact_host, contact_products, contact_training  # they import this module
 
     interpret = "1" if plan.rehearse else "0"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
@@ -133,6 +133,7 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
         "speed_124m": [Step("speed_124m", partial(contact_training.speed_124m, plan), 300.0, _SHORT)],
         "epilogues": [Step("epilogues", partial(contact_products.epilogues, plan), 300.0, _SHORT)],
         "gather_scatter": [Step("gather_scatter", partial(contact_products.gather_scatter, plan), 300.0, _SHORT)],
+        "host": [Step("host", partial(contact_host.host, plan), 120.0, 120.0)],
         "compile": [one_row("compile", "compile", fill_cache, most=300.0, again=True)],
         "operators": [
             Step(f"operators: {name}", partial(compare_operator, plan, name, DTYPES), most=90.0)

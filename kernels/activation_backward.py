@@ -11,6 +11,8 @@ different rows are added in order. The kernel uses no atomics, so the results ar
 GPU.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from tpfuse.kernels.activations import GATED, activate, activation_gradient, che
 from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_tiles import load_tile, store_tile
-from tpfuse.kernels.launch import cdiv, launch, multiprocessors
+from tpfuse.kernels.launch import Launch, cdiv, multiprocessors, planned
 from tpfuse.kernels.tiles import rounded
 
 _PROGRAMS = 8  # for each multiprocessor if there are enough rows: programs hide each other's waits for memory
@@ -80,33 +82,47 @@ def activation_backward(
     one dtype of float32, float16, bfloat16, any strides, any size from 0 up. Both results have that dtype; the sums are
     those of P's rounded elements, in float32. Raise ValueError for other shapes, dtypes, devices or activations.
     """
+    plan = _plan(grad, preactivation, activation, with_sums)
+    n, width = grad.shape[1], preactivation.shape[1]
+    out = torch.empty(grad.shape[0], width, dtype=grad.dtype, device=grad.device)
+    sums = torch.empty(plan.parts, width, dtype=torch.float32, device=grad.device) if with_sums else None
+    plan.gradient.run(
+        grad_ptr=grad,
+        gate_ptr=preactivation,
+        up_ptr=preactivation[:, n:] if width > n else None,
+        out_ptr=out,
+        sums_ptr=sums,
+    )
+    return out, None if sums is None else sums.sum(0).to(grad.dtype)
+
+
+class _GradientPlan(NamedTuple):
+    """The launch of a call of `activation_backward`, which sums columns in this number of parts."""
+
+    parts: int
+    gradient: Launch
+
+
+@planned
+def _plan(grad: Tensor, preactivation: Tensor, activation: str, with_sums: bool) -> _GradientPlan:
     operator = "activation_backward"
     if activation is None:
         raise ValueError(f"{operator}: activation is None: expected the name of one")
     check_activation(operator, activation)
     if grad.ndim != 2:
         raise ValueError(f"{operator}: grad has shape {tuple(grad.shape)}: expected [M, N]")
-    (m, n), gated = grad.shape, activation in GATED
-    width = 2 * n if gated else n
-    check_shape(operator, "preactivation", preactivation, (m, width))
+    m, n = grad.shape
+    check_shape(operator, "preactivation", preactivation, (m, 2 * n if activation in GATED else n))
     check_floats(operator, grad=grad, preactivation=preactivation)
-    out = torch.empty(m, width, dtype=grad.dtype, device=grad.device)
-
     row = choose_configuration(operator, grad.device, grad.dtype)
     block_m, block_n = row.blocks["BLOCK_M"], row.blocks["BLOCK_N"]
     tiles_m, tiles_n = cdiv(m, block_m), cdiv(n, block_n)
     wanted = min(tiles_m, cdiv(_PROGRAMS * multiprocessors(grad.device), max(tiles_n, 1)))
     part_size = block_m * cdiv(tiles_m, max(wanted, 1))
     parts = cdiv(m, max(part_size, 1))
-    sums = torch.empty(parts, width, dtype=torch.float32, device=grad.device) if with_sums else None
-    launch(
+    gradient = row.launch(
         activation_backward_kernel,
         (parts * tiles_n,),
-        grad_ptr=grad,
-        gate_ptr=preactivation,
-        up_ptr=preactivation[:, n:] if gated else None,
-        out_ptr=out,
-        sums_ptr=sums,
         M=m,
         N=n,
         part_size=part_size,
@@ -115,6 +131,5 @@ def activation_backward(
         stride_pm=preactivation.stride(0),
         stride_pn=preactivation.stride(1),
         ACTIVATION=activation,
-        **row.options,
     )
-    return out, None if sums is None else sums.sum(0).to(grad.dtype)
+    return _GradientPlan(parts, gradient)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_dtype, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.launch import cdiv, launch
+from tpfuse.kernels.launch import cdiv, launch, planned
 from tpfuse.kernels.tiles import rounded
 
 
@@ -166,8 +166,7 @@ def adamw_(
     gradient is multiplied by scale and clip. A gradient that is not finite goes into the state unchanged: the caller
     decides whether to skip the update. Raise ValueError for other shapes, dtypes, devices.
     """
-    scalars = {"lr": lr, "step": step, "scale": scale, "clip": clip}
-    check_shard(master, gradient, exp_avg, exp_avg_sq, parameter, scalars)
+    check_shard("adamw", master, gradient, exp_avg, exp_avg_sq, parameter, lr, step, scale, clip)
     check_dtype("adamw", "master", master, (torch.float32,))
     row = choose_configuration("adamw", master.device, gradient.dtype if parameter is None else parameter.dtype)
     launch(
@@ -205,16 +204,20 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
+@planned
 def check_shard(
+    operator: str,
     master: Tensor,
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     parameter: Tensor | None,
-    scalars: dict[str, Tensor | None],
-    operator: str = "adamw",
-) -> None:
-    """Raise ValueError unless `adamw_` takes these tensors; a state in float64 is accepted too."""
+    lr: Tensor | None,
+    step: Tensor | None,
+    scale: Tensor | None,
+    clip: Tensor | None,
+) -> bool:
+    """Return True. Raise ValueError unless `adamw_` takes these tensors; a state in float64 is accepted too."""
     if master.ndim != 1 or master.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{operator}: master is {master.dtype} {tuple(master.shape)}: expected float32 [n]")
     state, rest = (master.dtype,), (torch.float16, torch.bfloat16, master.dtype)
@@ -227,9 +230,10 @@ def check_shard(
         ("parameter", parameter, rest),
     ):
         check_tensor(operator, name, x, tuple(master.shape), dtypes, ("master", master), contiguous=True)
-    for name, x in scalars.items():
+    for name, x in (("lr", lr), ("step", step), ("scale", scale), ("clip", clip)):
         if x is not None:
             check_device(operator, "master", master, name, x)
             check_dtype(operator, name, x, (torch.float32, torch.int64) if name == "step" else (torch.float32,))
             if x.numel() != 1:
                 raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected one element")
+    return True

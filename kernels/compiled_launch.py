@@ -91,27 +91,26 @@ class Started(NamedTuple):
 
     kernel: _Kernel
     compiled: Any
+    run: Any  # of `compiled`, where it is a property
+    driver: Any
     device: int
-
-    def again(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        """Run the kernel. arguments: the values of all parameters, by name."""
-        self.start(grid, self.kernel.in_order(arguments))
 
     def start(self, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
         """Do what the end of Triton's JITFunction.run does when no hook is registered.
 
         values: those of all parameters, in their order.
         """
-        active = driver.active
-        if active.get_current_device() != self.device:
+        driver, compiled = self.driver, self.compiled
+        if driver.get_current_device() != self.device:
             with torch.cuda.device(self.device):
                 self.start(grid, values)
             return
-        # At each launch, since the allocator belongs to a context, and backward runs in a thread with another one.
-        triton.set_allocator(_scratch)
+        if compiled.metadata.global_scratch_size:
+            # At each launch, since the allocator belongs to a context, and backward runs in a thread with another one.
+            triton.set_allocator(_scratch)
         x, y, z = (*grid, 1, 1)[:3]
-        stream, compiled = active.get_current_stream(self.device), self.compiled
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        stream = driver.get_current_stream(self.device)
+        self.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
 def run(
@@ -139,7 +138,7 @@ def run(
         compiled = kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
     if is_watched or not isinstance(compiled, CompiledKernel):
         return None
-    return keep(form.started, key, Started(known, compiled, key[0]))
+    return keep(form.started, key, Started(known, compiled, compiled.run, driver.active, key[0]))
 
 
 def watched(kernel: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tpfuse.kernels.launch import cdiv, family, forget_plans
+from tpfuse.kernels.launch import Launch, cdiv, family, forget_plans
 
 TABLE = Path(__file__).with_name("configurations.toml")
 
@@ -50,6 +50,10 @@ class Configuration:
     def options(self) -> dict[str, Any]:
         """Return what a launch takes of the row: its blocks, num_warps and num_stages."""
         return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Launch:
+        """Return the planned launch of a kernel with these arguments and the row's blocks, warps and stages."""
+        return Launch(kernel, grid, {**arguments, **self.blocks}, self.num_warps, self.num_stages)
 
     def fits(self, bits: int, sizes: Mapping[str, int], *, busy: bool = True) -> bool:
         """Return whether the row is for elements of `bits` bits and these sizes.

@@ -15,6 +15,8 @@ of whole 32-byte pieces, which vectors of 16 bytes read and write without a mask
 either side. Half types are upcast in registers; no float32 copy of the logits exists.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_dtype, check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.launch import cdiv, launch
+from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.tiles import rounded
 
 IGNORE, TORCH_IGNORE = -1, -100  # the targets of rows that have no loss: ours, and the default of torch
@@ -116,23 +118,24 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
     target's logit is -inf if it is in such a row); a NaN or +inf in a row makes its sum NaN. Raise ValueError for
     other shapes, dtypes or devices.
     """
-    _check("cross_entropy_forward", logits, target)
-    rows, width = logits.shape
-    statistics = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    row = choose_configuration("cross_entropy", logits.device, logits.dtype, V=width)
-    launch(
-        cross_entropy_forward_kernel,
-        (cdiv(rows, row.blocks["BLOCK_M"]),),
-        logits_ptr=logits,
-        target_ptr=target.contiguous(),
-        statistics_ptr=statistics,
-        M=rows,
-        V=width,
-        start=start,
-        stride_m=logits.stride(0),
-        **row.options,
-    )
+    plan = _plan_forward(logits, target, start)
+    statistics = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    plan.run(logits_ptr=logits, target_ptr=target.contiguous(), statistics_ptr=statistics)
     return statistics
+
+
+@planned
+def _plan_forward(logits: Tensor, target: Tensor, start: int) -> Launch:
+    _check("cross_entropy_forward", logits, target)
+    return _over_rows(cross_entropy_forward_kernel, logits, start)
+
+
+def _over_rows(kernel: Any, logits: Tensor, start: int) -> Launch:
+    """Return the launch of a kernel whose programs take the rows of checked logits."""
+    rows, width = logits.shape
+    row = choose_configuration("cross_entropy", logits.device, logits.dtype, V=width)
+    grid = (cdiv(rows, row.blocks["BLOCK_M"]),)
+    return row.launch(kernel, grid, M=rows, V=width, start=start, stride_m=logits.stride(0))
 
 
 @triton.jit
@@ -175,26 +178,25 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
     A target of -1 or -100 has loss 0. Another target that is not in the vocabulary has loss NaN and makes its row's
     gradient NaN, because a kernel cannot raise. Raise ValueError for other shapes, dtypes or devices.
     """
+    plan = _plan_combine(statistics, target, vocabulary)
+    loss = torch.empty(len(target), dtype=torch.float32, device=target.device)
+    normalizer = torch.empty(2, len(target), dtype=torch.float32, device=target.device)
+    plan.run(
+        statistics_ptr=statistics.contiguous(), target_ptr=target.contiguous(), loss_ptr=loss, normalizer_ptr=normalizer
+    )
+    return loss, normalizer
+
+
+@planned
+def _plan_combine(statistics: Tensor, target: Tensor, vocabulary: int) -> Launch:
     operator = "cross_entropy_combine"
     check_tensor(operator, "target", target, (target.numel(),), (torch.int64,), ("statistics", statistics))
     check_dtype(operator, "statistics", statistics, (torch.float32,))
     check_shape(operator, "statistics", statistics, (*statistics.shape[:1], 3, len(target)))
-    loss = torch.empty(len(target), dtype=torch.float32, device=target.device)
-    normalizer = torch.empty(2, len(target), dtype=torch.float32, device=target.device)
     row = choose_configuration("cross_entropy_combine", target.device, torch.float32)
-    launch(
-        cross_entropy_combine_kernel,
-        (cdiv(len(target), row.blocks["BLOCK_M"]),),
-        statistics_ptr=statistics.contiguous(),
-        target_ptr=target.contiguous(),
-        loss_ptr=loss,
-        normalizer_ptr=normalizer,
-        M=len(target),
-        world=len(statistics),
-        vocabulary=vocabulary,
-        **row.options,
-    )
-    return loss, normalizer
+    grid = (cdiv(len(target), row.blocks["BLOCK_M"]),)
+    sizes = {"M": len(target), "world": len(statistics), "vocabulary": vocabulary}
+    return row.launch(cross_entropy_combine_kernel, grid, **sizes)
 
 
 @triton.jit
@@ -254,10 +256,11 @@ def cross_entropy_backward(
     logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None = None
 ) -> Tensor:
     """Compute `cross_entropy_backward_` into a new, contiguous tensor; the logits are not changed."""
-    _check("cross_entropy_backward", logits, target)
+    operator = "cross_entropy_backward"
+    plan = _plan_backward(operator, logits, target, start, normalizer, scale)
     if not logits.is_contiguous():
         return cross_entropy_backward_(logits.contiguous(), target, start, normalizer, scale)
-    return _backward("cross_entropy_backward", logits, target, start, normalizer, scale, torch.empty_like(logits))
+    return _run_backward(plan, logits, target, normalizer, scale, torch.empty_like(logits))
 
 
 def cross_entropy_backward_(
@@ -269,40 +272,31 @@ def cross_entropy_backward_(
     [M] float32, the factor of each row's gradient, 1 where it is None. Rows whose target is -1 or -100 become 0,
     even if they contain NaN. Raise ValueError for other shapes, dtypes or devices.
     """
-    _check("cross_entropy_backward_", logits, target)
-    if len(logits) > 1 and logits.stride(0) < logits.shape[1]:
-        raise ValueError(
-            f"cross_entropy_backward_: logits has strides {logits.stride()}: expected rows that are disjoint"
-        )
-    return _backward("cross_entropy_backward_", logits, target, start, normalizer, scale, logits)
+    plan = _plan_backward("cross_entropy_backward_", logits, target, start, normalizer, scale)
+    return _run_backward(plan, logits, target, normalizer, scale, logits)
 
 
-def _backward(
-    operator: str,
-    logits: Tensor,
-    target: Tensor,
-    start: int,
-    normalizer: Tensor,
-    scale: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    rows, width = logits.shape
-    for name, x, shape in (("normalizer", normalizer, (2, rows)), ("scale", scale, (rows,))):
+@planned
+def _plan_backward(
+    operator: str, logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None
+) -> Launch:
+    _check(operator, logits, target)
+    if operator == "cross_entropy_backward_" and len(logits) > 1 and logits.stride(0) < logits.shape[1]:
+        raise ValueError(f"{operator}: logits has strides {logits.stride()}: expected rows that are disjoint")
+    for name, x, shape in (("normalizer", normalizer, (2, len(logits))), ("scale", scale, (len(logits),))):
         check_tensor(operator, name, x, shape, (torch.float32,), ("logits", logits))
-    row = choose_configuration("cross_entropy", logits.device, logits.dtype, V=width)
-    launch(
-        cross_entropy_backward_kernel,
-        (cdiv(rows, row.blocks["BLOCK_M"]),),
+    return _over_rows(cross_entropy_backward_kernel, logits, start)
+
+
+def _run_backward(
+    plan: Launch, logits: Tensor, target: Tensor, normalizer: Tensor, scale: Tensor | None, out: Tensor
+) -> Tensor:
+    plan.run(
         logits_ptr=logits,
         target_ptr=target.contiguous(),
         normalizer_ptr=normalizer.contiguous(),
         scale_ptr=None if scale is None else scale.contiguous(),
         out_ptr=out,
-        M=rows,
-        V=width,
-        start=start,
-        stride_m=logits.stride(0),
-        **row.options,
     )
     return out
 

@@ -218,7 +218,7 @@ def _finish(
     slot = _slot(slots, piece, SENT - 1, SENT)
     if BESIDE == "none":
         tma.store_wait(_SLOTS - 1)
-        value = activate(value, ACTIVATION)
+        value = activate(value, ACTIVATION, slot.dtype)
         if GATED:
             value *= up
     else:
@@ -226,9 +226,9 @@ def _finish(
         mbarrier.wait(arrived.index(piece % AHEAD), (tile // 2 * PHASES + piece // AHEAD) & 1)
         given = slot.load(layout).to(gl.float32)
         if BESIDE == "residual":
-            value = activate(value, ACTIVATION) + given
+            value = activate(value, ACTIVATION, slot.dtype) + given
         else:
-            value = activation_gradient(value, given, ACTIVATION)
+            value = activation_gradient(value, given, ACTIVATION, slot.dtype)
     _send(value, slot, out, row, column)
     if BESIDE != "none":
         if piece > 0:

@@ -4,9 +4,10 @@ Every launcher asks this module for the GPU family and launches through `launch`
 `recording(family)`, nothing runs: the launches are collected with the arguments that a GPU of that family would get, so
 that the kernels compiled ahead of time are those that would be launched (`tpfuse.tools.compilation`).
 
-On CUDA Triton's binder sees a launch once (`tpfuse.kernels.compiled_launch`). Launchers of products also plan a call
-once for each layout of its tensors (`planned`): checks, configuration, grid and all arguments but pointers. A later
-call then only allocates results and calls `Launch.run`.
+On CUDA Triton's binder sees a launch once (`tpfuse.kernels.compiled_launch`). Launchers of products, norms, gradients
+of activations and cross entropy also plan a call once for each layout of its tensors (`planned`): checks,
+configuration, grid and all arguments but pointers. A later call then only allocates results and calls `Launch.run`.
+Operators check their arguments in the same way.
 
 While a trace is being taken (`tpfuse.kernels.trace`), each launch that may wait for peers gets memory for its events.
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 import triton
 from torch import Tensor
+from torch.nn import Parameter
 
 from tpfuse.kernels import compiled_launch
 
@@ -76,7 +78,7 @@ class Launch:
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
-    _started: dict[tuple[int, ...], compiled_launch.Started | None] = field(
+    _started: dict[int, compiled_launch.Started | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -86,14 +88,17 @@ class Launch:
         if INTERPRETED or _recording.get() is not None or 0 in self.grid:
             launch(self.kernel, self.grid, num_warps=self.num_warps, num_stages=self.num_stages, **arguments)
             return
-        arguments = _traced(self.kernel, self.grid, arguments)
-        key = tuple([-1 if x is None else x.data_ptr() % 16 for x in (*pointers.values(), arguments.get("trace_ptr"))])
+        if _rows is not None:
+            arguments = _traced(self.kernel, self.grid, arguments)
+        key = 0
+        for x in (*pointers.values(), arguments.get("trace_ptr")):
+            key = 17 * key + (16 if x is None else x.data_ptr() % 16)
         started = self._started.get(key)
         if started is None or compiled_launch.watched(self.kernel):
             started = compiled_launch.run(self.kernel, self.grid, arguments, self.num_warps, self.num_stages)
             self._started[key] = started
         else:
-            started.again(self.grid, arguments)
+            started.start(self.grid, started.kernel.in_order(arguments))
 
 
 @dataclass
@@ -224,32 +229,44 @@ def _cuda_gpu(device: torch.device) -> tuple[str, int]:
 _Arguments = TypeVarTuple("_Arguments")
 _Planned = TypeVar("_Planned")
 _plans: list[dict[tuple[object, ...], Any]] = []
+_KEYS = frozenset((str, bool, int, float))  # most arguments that are no tensors
 
 
 def planned(plan: Callable[[*_Arguments], _Planned]) -> Callable[[*_Arguments], _Planned]:
     """Call `plan` once for all calls whose tensors have the same layout and whose other arguments are the same.
 
-    plan: reads only shape, strides, dtype, device and the address modulo 16 of its tensors; its other arguments must be
-    hashable. Its exceptions are not cached. Calls whose launches are interpreted or recorded are planned each time.
+    plan: reads only shape, strides, dtype, device and the address modulo 16 of its tensors, and whether torch uses
+    autocast and deterministic algorithms; its other arguments must be hashable, and its result is not None. Its
+    exceptions are not cached. It is called each time for tensors without such a layout: sparse ones, those of
+    subclasses and of functorch's transforms; and while torch.compile traces.
     """
     plans: dict[tuple[object, ...], _Planned] = {}
     _plans.append(plans)
 
     @functools.wraps(plan)
     def plan_once(*arguments: *_Arguments) -> _Planned:
-        if INTERPRETED or _recording.get() is not None:
+        current = _recording.get()
+        key: list[object] = [current and current.family, torch._C._get_deterministic_algorithms()]
+        if torch._C._is_any_autocast_enabled():
+            key += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+        try:
+            for x in arguments:
+                of = type(x)
+                if of is Tensor or of is Parameter:
+                    key.append((x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16))  # type: ignore[attr-defined]
+                elif x is None or of in _KEYS or not isinstance(x, Tensor):
+                    key.append(x)
+                else:
+                    return plan(*arguments)
+        except RuntimeError:  # torch has no strides, or no address
             return plan(*arguments)
-        key = tuple([_layout(x) if isinstance(x, Tensor) else x for x in arguments])
-        known = plans.get(key)
+        known = plans.get(tuple(key))
         if known is None:
-            known = compiled_launch.keep(plans, key, plan(*arguments))
+            known = compiled_launch.keep(plans, tuple(key), plan(*arguments))
         return known
 
+    plan_once._torchdynamo_inline = plan  # type: ignore[attr-defined]  # torch.compile traces this instead
     return plan_once
-
-
-def _layout(x: Tensor) -> tuple[object, ...]:
-    return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16
 
 
 def forget_plans() -> None:

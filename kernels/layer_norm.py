@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.launch import cdiv, launch
+from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.tiles import rounded
 
 
@@ -107,35 +107,33 @@ def norm_forward(
     copied first), C from 1 up; weight, bias: [C] of one such dtype. out has x's dtype; mean and rstd = 1 / sqrt(var +
     eps) are [M] float32. Raise ValueError for other shapes, dtypes or devices.
     """
-    operator = "layer_norm" if centered else "rms_norm"
-    check_norm(operator, x, weight, bias)
+    plan = _plan(x, weight, bias, eps, centered)
     (m, c), device = x.shape, x.device
-    x = unit_columns(x)
     out = torch.empty(m, c, dtype=x.dtype, device=device)
     mean = torch.empty(m, dtype=torch.float32, device=device) if centered else None
     rstd = torch.empty(m, dtype=torch.float32, device=device)
-    row = choose_configuration("layer_norm", device, x.dtype, C=c)
-    launch(
-        norm_forward_kernel,
-        (cdiv(m, row.blocks["BLOCK_M"]),),
-        x_ptr=x,
+    plan.run(
+        x_ptr=x if x.stride(1) == 1 else x.contiguous(),
         weight_ptr=weight.contiguous(),
         bias_ptr=None if bias is None else bias.contiguous(),
         out_ptr=out,
         mean_ptr=mean,
         rstd_ptr=rstd,
-        M=m,
-        C=c,
-        x_stride=x.stride(0),
-        eps=eps,
-        **row.options,
     )
     return out, mean, rstd
 
 
-def unit_columns(x: Tensor) -> Tensor:
-    """Return [M, C] with columns of stride 1: x itself if it has them, else a copy."""
-    return x if x.stride(1) == 1 else x.contiguous()
+@planned
+def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Launch:
+    check_norm("layer_norm" if centered else "rms_norm", x, weight, bias)
+    (m, c), row = x.shape, choose_configuration("layer_norm", x.device, x.dtype, C=x.shape[1])
+    grid = (cdiv(m, row.blocks["BLOCK_M"]),)
+    return row.launch(norm_forward_kernel, grid, M=m, C=c, x_stride=row_stride(x), eps=eps)
+
+
+def row_stride(x: Tensor) -> int:
+    """Return the stride of the rows that a kernel reads of [M, C]; those of a copy if columns are not adjacent."""
+    return x.stride(0) if x.stride(1) == 1 else x.shape[1]
 
 
 def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -10,6 +10,8 @@ are longer than a block, a separate kernel computes their two means first, and e
 programs.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +19,8 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
-from tpfuse.kernels.launch import cdiv, launch, multiprocessors
-from tpfuse.kernels.layer_norm import check_norm, load_rows, unit_columns
+from tpfuse.kernels.launch import Launch, cdiv, multiprocessors, planned
+from tpfuse.kernels.layer_norm import check_norm, load_rows, row_stride
 from tpfuse.kernels.tiles import rounded
 
 _WARPS = 16  # that the programs start on each multiprocessor, which leaves each thread 128 registers
@@ -169,6 +171,51 @@ def norm_backward(
     dweight and dbias are [C] in weight's dtype. dx is None unless with_x, dweight unless with_weight, and dbias unless
     with_weight and with_bias. Raise ValueError for other shapes, dtypes or devices.
     """
+    plan = _plan(grad_out, x, weight, mean, rstd, with_bias, with_x, with_weight)
+    (m, c), device, kinds = x.shape, x.device, plan.kinds
+    read = {
+        "grad_ptr": grad_out if grad_out.stride(1) == 1 else grad_out.contiguous(),
+        "x_ptr": x if x.stride(1) == 1 else x.contiguous(),
+        "weight_ptr": weight.contiguous(),
+        "mean_ptr": mean,
+        "rstd_ptr": rstd,
+    }
+    row_means = None
+    if plan.row_means is not None:
+        row_means = torch.empty(1 if mean is None else 2, m, dtype=torch.float32, device=device)
+        plan.row_means.run(**read, row_means_ptr=row_means)
+    dx = torch.empty(m, c, dtype=x.dtype, device=device) if with_x else None
+    parts = torch.empty(kinds, plan.programs, c, dtype=torch.float32, device=device)
+    plan.gradients.run(
+        **read,
+        row_means_ptr=row_means,
+        dx_ptr=dx,
+        dweight_parts_ptr=parts[0] if kinds > 0 else None,
+        dbias_parts_ptr=parts[1] if kinds > 1 else None,
+    )
+    if plan.sums is None:
+        return dx, None, None
+    dweight = torch.empty(c, dtype=weight.dtype, device=device)
+    dbias = torch.empty(c, dtype=weight.dtype, device=device) if kinds == 2 else None
+    plan.sums.run(parts_ptr=parts, dweight_ptr=dweight, dbias_ptr=dbias)
+    return dx, dweight, dbias
+
+
+class _NormBackwardPlan(NamedTuple):
+    """The launches of a call of `norm_backward`."""
+
+    kinds: int  # of parts: those of dweight, then those of dbias
+    programs: int
+    row_means: Launch | None
+    gradients: Launch
+    sums: Launch | None
+
+
+@planned
+def _plan(
+    grad_out: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
+    with_bias: bool, with_x: bool, with_weight: bool,
+) -> _NormBackwardPlan:  # fmt: skip
     operator = "rms_norm_backward" if mean is None else "layer_norm_backward"
     check_norm(operator, x, weight)
     check_floats(operator, x=x, grad_out=grad_out)
@@ -176,56 +223,14 @@ def norm_backward(
     (m, c), device = x.shape, x.device
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         check_tensor(operator, name, statistic, (m,), (torch.float32,), ("x", x))
-    grad_out, x, weight = unit_columns(grad_out), unit_columns(x), weight.contiguous()
     row = choose_configuration("layer_norm", device, x.dtype, C=c)
-    columns = cdiv(c, row.blocks["BLOCK_C"])
-    tiles = cdiv(m, row.blocks["BLOCK_M"])
+    columns, tiles = cdiv(c, row.blocks["BLOCK_C"]), cdiv(m, row.blocks["BLOCK_M"])
     programs = min(tiles, cdiv(multiprocessors(device) * max(_WARPS // row.num_warps, 1), columns))
-    common = {
-        "grad_ptr": grad_out,
-        "x_ptr": x,
-        "weight_ptr": weight,
-        "mean_ptr": mean,
-        "rstd_ptr": rstd,
-        "M": m,
-        "C": c,
-        "grad_stride": grad_out.stride(0),
-        "x_stride": x.stride(0),
-        **row.options,
-    }
-    row_means = None
-    if columns > 1 and with_x:
-        row_means = torch.empty(1 if mean is None else 2, m, dtype=torch.float32, device=device)
-        launch(norm_row_means_kernel, (tiles,), **common, row_means_ptr=row_means)
-    dx = torch.empty(m, c, dtype=x.dtype, device=device) if with_x else None
-    which = (2 if with_bias else 1) if with_weight else 0
-    parts = torch.empty(which, programs, c, dtype=torch.float32, device=device)
-    launch(
-        norm_backward_kernel,
-        (programs, columns),
-        **common,
-        row_means_ptr=row_means,
-        dx_ptr=dx,
-        dweight_parts_ptr=parts[0] if which > 0 else None,
-        dbias_parts_ptr=parts[1] if which > 1 else None,
-    )
-    return dx, *(_sum_parts(parts, weight.dtype) if with_weight else (None, None))
-
-
-def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Sums [1 or 2, parts, C] over the parts: (dweight, dbias or None), each [C]."""
-    which, count, c = parts.shape
-    dweight = torch.empty(c, dtype=dtype, device=parts.device)
-    dbias = torch.empty_like(dweight) if which == 2 else None
-    row = choose_configuration("layer_norm_sum_parts", parts.device, parts.dtype)
-    launch(
-        norm_sum_parts_kernel,
-        (cdiv(c, row.blocks["BLOCK_C"]), which),
-        parts_ptr=parts,
-        dweight_ptr=dweight,
-        dbias_ptr=dbias,
-        parts=count,
-        C=c,
-        **row.options,
-    )
-    return dweight, dbias
+    sizes = {"M": m, "C": c, "grad_stride": row_stride(grad_out), "x_stride": row_stride(x)}
+    row_means = row.launch(norm_row_means_kernel, (tiles,), **sizes) if columns > 1 and with_x else None
+    gradients = row.launch(norm_backward_kernel, (programs, columns), **sizes)
+    kinds, sums = (2 if with_bias else 1) if with_weight else 0, None
+    if with_weight:
+        row = choose_configuration("layer_norm_sum_parts", device, torch.float32)
+        sums = row.launch(norm_sum_parts_kernel, (cdiv(c, row.blocks["BLOCK_C"]), kinds), parts=programs, C=c)
+    return _NormBackwardPlan(kinds, programs, row_means, gradients, sums)

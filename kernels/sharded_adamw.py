@@ -146,8 +146,7 @@ def sharded_adamw_(
     if master is None and values.dtype != torch.float32:
         raise ValueError(f"sharded_adamw: values are {values.dtype}, master is None: expected a master of float32")
     state = (exp_avg, exp_avg_sq, None if master is None else shard)
-    scalars = {"lr": lr, "step": step, "clip": clip}
-    check_shard(shard if master is None else master, sums, *state, scalars, operator="sharded_adamw")
+    check_shard("sharded_adamw", shard if master is None else master, sums, *state, lr, step, None, clip)
     row = choose_configuration("sharded_adamw", values.device, values.dtype)
     launch(
         sharded_adamw_kernel,

@@ -219,8 +219,9 @@ class GPT(nn.Module):
             x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(places_m + past)
             x_mC = self.transformer.drop(x_mC, state)
         assert x_mC is not None
+        blocks = list(self.transformer.h) if stage.layers else []
         for layer in stage.layers:
-            block = self.transformer.h[layer]
+            block = blocks[layer]
             through = partial(self._recomputed, block) if self.recompute == "full" and cache is None else block
             x_mC = through(x_mC, sharded, state, cache)
         if cache is not None and stage is self.stages[-1]:

@@ -7,12 +7,10 @@ Triton's kernels before rounding. So the two differ by rounding in 16-bit dtypes
 Shape suffixes are those of `tpfuse.models.gpt`; N is the number of this rank's features.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,17 +30,7 @@ ACTIVATION = "gelu_tanh"
 
 def first_rows(x: Tensor, count: int) -> Tensor:
     """Return x[:count]; x itself if that is all: the gradient of a slice is a copy with zeros around it."""
-    return x if len(x) == count else x[:count]
-
-
-def _onto(
-    residual_mC: Tensor, project: Callable[[Tensor | None], Tensor], dropout: Dropout, state: DropoutState | None
-) -> Tensor:
-    """Return residual + dropout(project()). If nothing is dropped, the projection's last pass adds the residual."""
-    if state is None or dropout.p == 0.0:
-        return project(residual_mC)
-    dropped_mC: Tensor = dropout(project(None), state)
-    return residual_mC + dropped_mC
+    return x if x.shape[0] == count else x[:count]
 
 
 class Attention(nn.Module):
@@ -74,12 +62,13 @@ class Attention(nn.Module):
         cache: KeyValueCache | None,
     ) -> Tensor:
         """Return residual + attention(x)."""
-        qkv_MN = self.c_attn(x_mC)
-        padding = len(qkv_MN) - sharded.tokens
-        rows_MN = first_rows(qkv_MN, sharded.tokens)
-        qkv_BnpHD = rearrange(rows_MN, "(b n) (p h d) -> b n p h d", b=sharded.batch, p=3, d=self.head_size)
+        qkv_MN, tokens = self.c_attn(x_mC), sharded.tokens
+        padding = qkv_MN.shape[0] - tokens
+        rows_MN = first_rows(qkv_MN, tokens) if padding else qkv_MN
+        qkv_BnpHD = rows_MN.reshape(sharded.batch, sharded.local_length, 3, self.heads, self.head_size)
         # Parts of a permuted view would take another pass over the gradient of qkv.
-        q_BHnD, k_BHnD, v_BHnD = (x_BnHD.transpose(1, 2) for x_BnHD in qkv_BnpHD.unbind(2))
+        q_BnHD, k_BnHD, v_BnHD = qkv_BnpHD.unbind(2)
+        q_BHnD, k_BHnD, v_BHnD = q_BnHD.transpose(1, 2), k_BnHD.transpose(1, 2), v_BnHD.transpose(1, 2)
         if cache is not None:
             k_BHnD, v_BHnD = cache.append(self.layer, k_BHnD, v_BHnD)
         dropout: dict[str, Any] = {}
@@ -89,17 +78,16 @@ class Attention(nn.Module):
 
         def attend(q_BHnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor) -> Tensor:
             y_BHnD = sharded.attention(q_BHnD, k_BHnD, v_BHnD, **dropout)
-            y_MC = rearrange(y_BHnD, "b h n d -> (b n) (h d)")
+            y_MC = y_BHnD.transpose(1, 2).reshape(tokens, -1)
             return F.pad(y_MC, (0, 0, 0, padding)) if padding else y_MC
 
-        def project(added_mC: Tensor | None) -> Tensor:
-            last = partial(self.c_proj, residual=added_mC)
-            if self.recomputes:
-                return recomputed(attend, (q_BHnD, k_BHnD, v_BHnD), last)
-            out_mC: Tensor = last(attend(q_BHnD, k_BHnD, v_BHnD))
-            return out_mC
-
-        return _onto(residual_mC, project, self.resid_dropout, state)
+        drops = state is not None and self.dropout > 0.0
+        project = partial(self.c_proj, residual=None if drops else residual_mC)  # its last pass adds the residual
+        if self.recomputes:
+            out_mC = recomputed(attend, (q_BHnD, k_BHnD, v_BHnD), project)
+        else:
+            out_mC = project(attend(q_BHnD, k_BHnD, v_BHnD))
+        return residual_mC + self.resid_dropout(out_mC, state) if drops else out_mC
 
     def explained(self, name: str) -> LayerPlan | None:
         """Return for `tpfuse.explain` how context-parallel ranks attend to each other's tokens; None for one rank."""
@@ -119,20 +107,17 @@ class MLP(nn.Module):
             width, 4 * width, config.bias, activation=inside, sequence_parallel=True, device_mesh=mesh
         )
         self.c_proj = RowParallelLinear(4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh)
-        self.dropout = Dropout(config.dropout, site=4 * layer + 3)
+        self.p, self.dropout = config.dropout, Dropout(config.dropout, site=4 * layer + 3)
 
     def forward(self, x_mC: Tensor, residual_mC: Tensor, state: DropoutState | None) -> Tensor:
         """Return residual + MLP(x)."""
-        y_MN = self.c_fc(x_mC)
-
-        def project(added_mC: Tensor | None) -> Tensor:
-            last = partial(self.c_proj, residual=added_mC)
-            if self.recomputes:
-                return recomputed(partial(activation, name=ACTIVATION), (y_MN,), last)
-            out_mC: Tensor = last(y_MN)
-            return out_mC
-
-        return _onto(residual_mC, project, self.dropout, state)
+        y_MN, drops = self.c_fc(x_mC), state is not None and self.p > 0.0
+        project = partial(self.c_proj, residual=None if drops else residual_mC)  # its last pass adds the residual
+        if self.recomputes:
+            out_mC = recomputed(partial(activation, name=ACTIVATION), (y_MN,), project)
+        else:
+            out_mC = project(y_MN)
+        return residual_mC + self.dropout(out_mC, state) if drops else out_mC
 
 
 class Block(nn.Module):

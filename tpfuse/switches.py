@@ -33,6 +33,7 @@ from torch import Tensor
 
 from tpfuse.choices import Implementation, Kernels
 from tpfuse.kernels.launch import INTERPRETED as INTERPRETED
+from tpfuse.kernels.launch import forget_plans
 
 _implementation: Implementation = "auto"
 _kernels: Kernels = "auto"
@@ -63,6 +64,7 @@ def use(
 def _set(implementation: Implementation, kernels: Kernels) -> None:
     global _implementation, _kernels
     _implementation, _kernels = implementation, kernels
+    forget_plans()
 
 
 def chosen_implementation() -> Implementation:

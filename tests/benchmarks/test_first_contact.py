@@ -88,7 +88,7 @@ def test_a_rehearsal_keeps_rows_and_a_document(
     """Times of the interpreter are in no figure. A second call has nothing left to do."""
     monkeypatch.setattr(apart, "_process", inline)
     monkeypatch.setattr(contact_steps, "TUNED", ("adamw",))
-    groups = ["device", "operators", "one process", "timings", "other timings", "tune"]
+    groups = ["device", "host", "operators", "one process", "timings", "other timings", "tune"]
     arguments = ["--out", str(tmp_path), "--rehearse", "--steps", *groups, "--operators", "adamw"]
     assert run(monkeypatch, *arguments) == 0
     printed = capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_a_rehearsal_keeps_rows_and_a_document(
     assert {"machine", "python", "torch", "triton", "commit", "command", "sources", "date"} <= document["device"].keys()
     assert document["failed"] == document["left"] == [] and document["rehearsed"]
     assert list(document["steps"]) == [
-        "device", "operators: adamw", "ceilings", "one process: 2 ranks", "timings: adamw", "tune: adamw"
+        "device", "host", "operators: adamw", "ceilings", "one process: 2 ranks", "timings: adamw", "tune: adamw"
     ]  # fmt: skip
     assert 'measured = "a rehearsal, ' in (tmp_path / "configurations-adamw.toml").read_text()
     before = read(tmp_path)

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,11 +27,20 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tpfuse.kernels import launch
+from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_backward_,
+    cross_entropy_combine,
+    cross_entropy_forward,
+)
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import Launch
+from tpfuse.kernels.layer_norm import norm_forward
+from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.tools import operators
 
 _INTEGERS = (1, 2, 16, 17, 2**31 - 1, 2**31, 2**63)
@@ -58,6 +68,7 @@ class Compiled(CompiledKernel):
     def __init__(self, source: Any, options: dict[str, Any]) -> None:
         self.source, self.options = source, options
         self.module, self.function, self.packed_metadata = None, id(self), (options["num_warps"], 1, 0)
+        self.metadata = SimpleNamespace(global_scratch_size=0)
 
     @property
     def run(self) -> Any:
@@ -180,11 +191,50 @@ def _calls() -> Iterator[partial[Any]]:
             if activation != "swiglu":
                 added = arguments["residual"]
                 rows = None if added is None else added[: m // world]
-                yield partial(_scattered, **product, endpoint=endpoint, residual=rows)
+                yield partial(_alone, gemm_reduce_scatter_forward, **product, endpoint=endpoint, residual=rows)
 
 
-def _scattered(**arguments: Any) -> tuple[Tensor]:
-    return (gemm_reduce_scatter_forward(**arguments),)
+def _varied(given: dict[str, tuple[tuple[int, ...], torch.dtype]], *optional: str) -> Iterator[dict[str, Any]]:
+    """Yield tensors of these shapes and dtypes, with one after another in all layouts, and without an optional one."""
+    layouts = {name: _laid_out(*shape, dtype=dtype) for name, (shape, dtype) in given.items()}
+    plain: dict[str, Any] = {name: tensors[0] for name, tensors in layouts.items()}
+    for name, tensors in layouts.items():
+        for x in [*tensors, *([None] if name in optional else [])]:
+            yield plain | {name: x}
+
+
+def _row_calls() -> Iterator[partial[Any]]:
+    """Yield calls of the launchers of norms, gradients of activations and cross entropy, as `_calls` does."""
+    m, n, wide = 64, 128, 50257
+    half, single = torch.bfloat16, torch.float32
+    for centered, columns in ((True, n), (False, n), (True, wide)):
+        of_row = {"weight": ((columns,), single), "bias": ((columns,), single)}
+        rows, numbers = ((m, columns), half), ((m,), single)
+        for given in _varied({"x": rows, **of_row}, "bias"):
+            yield partial(norm_forward, **given, eps=1e-5, centered=centered)
+        statistics = {"mean": numbers, "rstd": numbers}
+        for given in _varied({"grad_out": rows, "x": rows, "weight": of_row["weight"], **statistics}, "mean"):
+            for wanted in ((True, True, True), (False, True, True), (True, False, True), (True, True, False)):
+                flags = dict(zip(("with_bias", "with_x", "with_weight"), wanted, strict=True))
+                yield partial(norm_backward, **given, **flags)
+    for activation, width in (("gelu", n), ("swiglu", 2 * n)):
+        for given in _varied({"grad": ((m, n), half), "preactivation": ((m, width), half)}):
+            for with_sums in (False, True):
+                yield partial(activation_backward, **given, activation=activation, with_sums=with_sums)
+    target = {"target": ((m,), torch.int64)}
+    logits = [torch.empty(m, wide, dtype=half), torch.empty(m, wide + 15, dtype=half)[:, :wide]]
+    for given, x, start in itertools.product(_varied(target), logits, (0, wide)):
+        yield partial(_alone, cross_entropy_forward, logits=x, start=start, **given)
+    for given in _varied({"statistics": ((4, 3, m), single), **target}):
+        yield partial(cross_entropy_combine, vocabulary=wide, **given)
+    tensors = {**target, "normalizer": ((2, m), single), "scale": ((m,), single)}
+    for given, x in itertools.product(_varied(tensors, "scale"), logits):
+        for function in (cross_entropy_backward, cross_entropy_backward_):
+            yield partial(_alone, function, logits=x, start=0, **given)
+
+
+def _alone(function: Any, **arguments: Any) -> tuple[Tensor]:
+    return (function(**arguments),)
 
 
 def _described(call: Any) -> tuple[object, ...]:
@@ -203,7 +253,7 @@ def _described(call: Any) -> tuple[object, ...]:
 
 
 def _plans() -> Iterator[str]:
-    calls = list(_calls())
+    calls = [*_calls(), *_row_calls()]
     first_round = [_described(call) for call in calls]
     before = len(bound)
     second_round = [_described(call) for call in calls]

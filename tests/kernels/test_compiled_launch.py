@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ class _Compiled(CompiledKernel):
 
     def __init__(self, started: list[tuple[Any, ...]], driver: "_Driver") -> None:
         self.module, self.function, self.packed_metadata = None, 1, (4, 1, 0)
+        self.metadata = SimpleNamespace(global_scratch_size=0)
         self._started, self._driver = started, driver
 
     @property
@@ -289,6 +291,31 @@ def test_a_layout_is_planned_once(kernel: _Kernel, change: dict[str, Any], plann
     assert plan(*first.values()) == 1
 
 
+def test_tensors_without_a_layout_are_planned_each_time(kernel: _Kernel) -> None:
+    plan, seen = _planned()
+    plan(torch.empty(4, 8), None, False)
+    given = [torch.empty(4, 8).as_subclass(_On), torch.empty(4, 8).to_sparse(), torch.eye(4).to_sparse_csr()]
+    torch.func.vmap(lambda x: given.append(x) or x)(torch.empty(3, 4, 8))
+    for number, x in enumerate(given):
+        assert (plan(x, None, False), plan(x, None, False)) == (2 * number + 2, 2 * number + 3)
+    assert len(seen) == 1 + 2 * len(given)
+
+
+def test_autocast_and_deterministic_algorithms_have_plans_of_their_own(kernel: _Kernel) -> None:
+    plan, _ = _planned()
+    call = torch.empty(4, 8), None, False
+    assert plan(*call) == 1
+    for number, dtype in ((2, torch.bfloat16), (3, torch.float16), (2, torch.bfloat16)):
+        with torch.autocast("cpu", dtype=dtype):
+            assert plan(*call) == plan(*call) == number
+    torch.use_deterministic_algorithms(False)
+    try:
+        assert plan(*call) == 4
+    finally:
+        torch.use_deterministic_algorithms(True)
+    assert plan(*call) == 1
+
+
 def test_a_plan_refuses_again_what_it_has_refused(kernel: _Kernel) -> None:
     plan, _ = _planned()
     for _ in range(2):
@@ -296,8 +323,8 @@ def test_a_plan_refuses_again_what_it_has_refused(kernel: _Kernel) -> None:
             plan(torch.tensor(1.0), None, False)
 
 
-def test_plans_are_made_again(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan are made again for other rows of the table, and each time when launches are recorded or interpreted."""
+def test_plans_are_made_again(kernel: _Kernel) -> None:
+    """Plans are made again for other rows of the table, and for launches that are recorded for another GPU."""
     plan, seen = _planned()
     call = torch.empty(4, 8), None, False
     plan(*call)
@@ -306,10 +333,10 @@ def test_plans_are_made_again(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) 
     assert plan(*call) == plan(*call) == 3
     configurations.forget()
     assert plan(*call) == 4
-    with recording("sm_90"):
-        assert (plan(*call), plan(*call)) == (5, 6)
-    monkeypatch.setattr(launching, "INTERPRETED", True)
-    assert (plan(*call), plan(*call)) == (7, 8)
+    for family, number in (("sm_90", 5), ("sm_80", 6), ("sm_90", 5)):
+        with recording(family):
+            assert plan(*call) == plan(*call) == number
+    assert plan(*call) == 4
     for rows in range(compiled_launch.MOST_KEPT + 1):
         plan(torch.empty(rows, 1), None, False)
-    assert len(seen) == 8 + compiled_launch.MOST_KEPT + 1
+    assert len(seen) == 6 + compiled_launch.MOST_KEPT + 1

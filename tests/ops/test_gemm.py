@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.tiers import exhaustive
-from tpfuse.kernels import activation_backward as activation_backward_kernel
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels import reference
 from tpfuse.kernels.gemm import gemm_forward
@@ -175,6 +174,15 @@ def test_autocast_computes_in_its_dtype(choice: Any) -> None:
     torch.testing.assert_close(out, _result(inputs, "gelu"), rtol=2e-2, atol=5e-2)
 
 
+def test_what_autocast_allows_is_refused_without_it() -> None:
+    x, weight = torch.ones(2, 4), torch.ones(6, 4).half()
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert gemm(x, weight).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=r"weight is torch.float16, x is torch.float32: expected one dtype"):
+            gemm(x, weight)
+
+
 def test_cublas_multiplies_where_that_is_faster_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(gemm_module, "family", lambda device: "sm_90")
@@ -227,8 +235,7 @@ def test_torch_computes_products_that_nothing_follows(monkeypatch: pytest.Monkey
         launched.append(kernel.__name__)
         launch(kernel, grid, **arguments)
 
-    for module in (launching, activation_backward_kernel):
-        monkeypatch.setattr(module, "launch", spy)
+    monkeypatch.setattr(launching, "launch", spy)
     inputs = _inputs("gelu", torch.float32)
     for x in inputs.values():
         x.requires_grad_()

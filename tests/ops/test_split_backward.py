@@ -22,7 +22,7 @@ from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.channel import Channel
-from tpfuse.kernels import layer_norm_backward
+from tpfuse.kernels import launch as launching
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.layer_norm import layer_norm
 from tpfuse.ops.linear import fused
@@ -96,8 +96,7 @@ def _recorded() -> Iterator[Events]:
             for name in names:
                 function = counting(name, getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, function))
-        launch = _launches(events, layer_norm_backward.launch)
-        stack.enter_context(mock.patch.object(layer_norm_backward, "launch", launch))
+        stack.enter_context(mock.patch.object(launching, "launch", _launches(events, launching.launch)))
         stack.enter_context(_Computed(events))
         yield events
 

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
@@ -125,23 +126,28 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., this rank's output features] of x [..., in_features], whole or (sequence_parallel) a shard."""
-        if self.sequence_parallel:
+        if self.sequence_parallel and not -x.ndim <= self.sequence_dim < -1:
             check_sequence_dim(x, self.sequence_dim)
-        group = self.group
-        if self.parts == 1:
-            weight, bias = (local_of(self, name, 0) for name in ("weight", "bias"))
-        else:
-            weight, bias = local_of(self, "weight", 1).flatten(0, 1), local_of(self, "bias")
-            sum_over = group if self.sum_gradients else None
-            bias = None if bias is None else packed_bias(bias, self.parts, group, sum_over)
-        if self.sequence_parallel and group is not None:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if isinstance(weight, DTensor) or isinstance(bias, DTensor):
+            dims = (0, 0) if self.parts == 1 else (1, None)
+            weight, bias = local_of(self, "weight", dims[0]), local_of(self, "bias", dims[1])
+        if self.parts > 1:
+            weight = weight.flatten(0, 1)
+        group = None if self.device_mesh is None else self.group
+        if group is None:
+            return gemm(x, weight, bias, activation=self.activation)
+        if self.parts > 1 and bias is not None:
+            bias = packed_bias(bias, self.parts, group, group if self.sum_gradients else None)
+        if self.sequence_parallel:
             look(self, x, "sequence")
             x = sequence_first(x, self.sequence_dim)
             out = all_gather_linear(x, weight, bias, group, activation=self.activation)
             out = sequence_back(out, self.sequence_dim)
         else:
             out = gemm(replicate(x, group), weight, bias, activation=self.activation)
-        if self.gather_output and group is not None:
+        if self.gather_output:
             out = gather_features(out, self.out_features, self.parts, group)
         return out
 

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tpfuse.comm.layout import has_values
 from tpfuse.layers.local_parameter import local_of
@@ -61,5 +62,7 @@ class LayerNorm(OnMesh, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer norm of input [..., C], in its shape."""
-        weight, bias = (local_of(self, name) for name in ("weight", "bias"))
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, DTensor) or isinstance(bias, DTensor):
+            weight, bias = local_of(self, "weight"), local_of(self, "bias")
         return layer_norm(input, weight, bias, self.eps, sum_gradients_over=self.group if self.sum_gradients else None)

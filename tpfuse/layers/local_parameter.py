@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpfuse.comm.layout import local_tensor
@@ -75,24 +74,24 @@ class _FromLocal(Function):
 
 
 def local_of(layer: Any, name: str, dim: int | None = None) -> Any:
-    """Return this rank's shard along `dim` (None: the whole) of a layer's parameter, or None if there is none.
+    """Return this rank's shard along `dim` (None: the whole) of a layer's parameter; other tensors, and None, as it is.
 
     layer: a `tpfuse.layers.on_mesh.OnMesh`. The call is a collective of its mesh if the parameter has other placements,
     as one that torch.nn.utils.parametrize computes may have. Raise ValueError for a parameter on another mesh.
     """
     parameter: Tensor | None = getattr(layer, name)
-    device_mesh: DeviceMesh | None = layer.device_mesh
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else device_mesh
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh, device_mesh = parameter.device_mesh, layer.device_mesh
     if mesh is not device_mesh and mesh != device_mesh:
         raise ValueError(
             f"{name} is on {mesh}: expected {device_mesh}, the mesh of its layer; fully_shard gathers it for forward"
             " alone, and for methods that torch.distributed.fsdp.register_fsdp_forward_method names"
         )
-    if isinstance(parameter, DTensor):
-        held = parameter.placements[0]
-        if not (held.is_replicate() if dim is None else held.is_shard(dim)):
-            parameter = parameter.redistribute(placements=[Replicate() if dim is None else Shard(dim)])
-    return None if parameter is None else local(parameter)
+    held = parameter.placements[0]
+    if not (held.is_replicate() if dim is None else held.is_shard(dim)):
+        parameter = parameter.redistribute(placements=[Replicate() if dim is None else Shard(dim)])
+    return local(parameter)
 
 
 def offer_leaf(parameter: DTensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
@@ -18,6 +19,7 @@ from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, reset_lin
 from tpfuse.layers.partial_gradients import look
 from tpfuse.layers.sequence import check_sequence_dim, sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import split_last
+from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 
@@ -94,15 +96,19 @@ class RowParallelLinear(OnMesh, nn.Linear):
 
         residual: of the output's shape, added to it (in the last pass of the product, if that is a Triton kernel).
         """
-        if self.sequence_parallel:
+        if self.sequence_parallel and not -x.ndim <= self.sequence_dim < -1:
             check_sequence_dim(x, self.sequence_dim)
-        weight, bias = local_of(self, "weight", 1), local_of(self, "bias")
-        group = self.group
-        if not self.input_is_parallel:
-            x = split_last(x, group)
-        elif group is not None:
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, DTensor) or isinstance(bias, DTensor):
+            weight, bias = local_of(self, "weight", 1), local_of(self, "bias")
+        group = None if self.device_mesh is None else self.group
+        if group is None:
+            return gemm(x, weight, bias, residual=residual)
+        if self.input_is_parallel:
             look(self, x, "features")
-        if self.sequence_parallel and group is not None:
+        else:
+            x = split_last(x, group)
+        if self.sequence_parallel:
             look(self, residual, "sequence")
             if residual is not None and residual.ndim == x.ndim:  # the operator refuses another
                 residual = sequence_first(residual, self.sequence_dim)

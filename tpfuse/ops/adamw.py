@@ -52,10 +52,9 @@ def adamw_(
         if len(tensors) != len(masters):
             raise ValueError(f"adamw: {len(tensors)} {name}: expected {len(masters)}, as many as masters")
     shards = list(zip(masters, gradients, exp_avgs, exp_avg_sqs, parameters, strict=True))
-    given = {"lr": lr, "step": step, "scale": scale, "clip": clip}
-    scalars = {name: x if isinstance(x, Tensor) else None for name, x in given.items()}
+    scalars = [x if isinstance(x, Tensor) else None for x in (lr, step, scale, clip)]
     for shard in shards:
-        adamw.check_shard(*shard, scalars)
+        adamw.check_shard("adamw", *shard, *scalars)
     if not shards:
         return
     rates = beta1, beta2, eps, weight_decay

@@ -12,11 +12,13 @@ The log-sum-exp is differentiable too: results for several sets of keys can be m
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
+from tpfuse.kernels.launch import planned
 from tpfuse.ops.autograd import autocast, once_differentiable, refuse_tangents
 from tpfuse.ops.checks import check_attention, check_cumulative
 from tpfuse.ops.dense_attention import AttentionCall, dense_attention, flash_obstacle
@@ -96,7 +98,40 @@ def attention(
     Under torch.autocast, attention is computed in autocast's dtype. Raise ValueError that names the argument, what was
     received and what is accepted.
     """
-    q, k, v = autocast(q, k, v)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = autocast(q, k, v)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    by_torch, plain, scalars = _checked(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, head_rows, key,
+        causal, window, q_offset, k_offset, scale, max_seqlen_q, max_seqlen_k, dropout_p, dropout_width,
+        return_lse, trains,
+    )  # fmt: skip
+    if by_torch and plain is not None:
+        return F.scaled_dot_product_attention(q, k, v, **plain)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        check_cumulative("attention", "cu_seqlens_q", cu_seqlens_q, q.shape[2], max_seqlen_q)
+        check_cumulative("attention", "cu_seqlens_k", cu_seqlens_k, k.shape[2], max_seqlen_k)
+    call = AttentionCall(cu_seqlens_q, cu_seqlens_k, head_rows, key, **scalars)
+    if by_torch:
+        out, lse = dense_attention(q, k, v, call, return_lse=return_lse)
+    else:
+        refuse_tangents("attention", q, k, v)
+        out, lse = _forward(q, k, v, *call.tensors, **scalars)
+    return (out, lse) if return_lse else out
+
+
+@planned
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, head_rows: Tensor | None, key: Tensor | None,
+    causal: bool, window: int | None, q_offset: int | None, k_offset: int, scale: float | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, dropout_p: float, dropout_width: int | None,
+    return_lse: bool, trains: bool,
+) -> tuple[bool, dict[str, Any] | None, dict[str, Any]]:  # fmt: skip
+    """Return whether torch computes the call, its options as `AttentionCall.plain` returns them, and all its scalars.
+
+    Raise ValueError as `attention` does, but for values of tensors. trains: whether q, k or v needs a gradient.
+    """
     documents = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     # fmt: off
     check_attention(
@@ -104,9 +139,6 @@ def attention(
     )
     # fmt: on
     tq, tk = q.shape[2], k.shape[2]
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        check_cumulative("attention", "cu_seqlens_q", cu_seqlens_q, tq, max_seqlen_q)
-        check_cumulative("attention", "cu_seqlens_k", cu_seqlens_k, tk, max_seqlen_k)
     if q_offset is None:
         q_offset = tk - tq if causal and cu_seqlens_q is None else 0
         if q_offset < 0:
@@ -121,19 +153,14 @@ def attention(
         max_seqlen_k=tk if max_seqlen_k is None else max_seqlen_k,
         dropout_p=dropout_p, dropout_width=tk if dropout_width is None else dropout_width,
     )  # fmt: skip
-    plain = not return_lse and call.is_plain(q, k)
-    if chosen_attention(q, k, v, plain) == "torch":
-        out, lse = dense_attention(q, k, v, call, return_lse=return_lse)
-    else:
-        refuse_tangents("attention", q, k, v)
-        out, lse = _forward(q, k, v, *call.tensors, **call.scalars)
-    return (out, lse) if return_lse else out
+    plain = None if return_lse else call.plain(q, k)
+    return chosen_attention(q, k, v, plain is not None, trains) == "torch", plain, call.scalars
 
 
-def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> Literal["triton", "torch"]:
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool, trains: bool) -> Literal["triton", "torch"]:
     """Return whether Triton's kernels or torch compute attention of these tensors.
 
-    plain: whether the call `is_plain` (`tpfuse.ops.dense_attention.AttentionCall`) and needs no log-sum-exp. If so,
+    plain: whether scaled_dot_product_attention can express the call; trains: whether a gradient is needed. If plain,
     `kernels auto` trains on a GPU with scaled_dot_product_attention: torch prefers cuDNN on compute capability 9.0 and
     10.0, if its version has no known fault (check_prefer_cudnn_attention in torch's sdp_utils.cpp), and otherwise flash
     attention 2. On an H100 the Triton kernels reach 0.69 to 0.88 of cuDNN's speed forward and 0.73 to 0.84 backward,
@@ -152,7 +179,7 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> Literal["t
         return "triton"
     if any(x.stride(3) != 1 for x in (q, k, v)):  # scaled_dot_product_attention would store all scores
         return "triton"
-    return "torch" if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) else "triton"
+    return "torch" if trains else "triton"
 
 
 # The arguments that both operators take after tensors of their own: those of `AttentionCall`.

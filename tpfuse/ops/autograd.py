@@ -16,16 +16,29 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.autograd.graph import Node
 from torch.library import custom_op
 from torch.nn import Parameter
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])
+# torch's flags: modes of its dispatcher, functorch's transforms, and tensors that these left behind.
+_MODES, _TRANSFORMS = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+_IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def apply(function: type[Function], *args: object) -> Tensor:
-    """Return `function.apply(*args)` of a Function that returns one tensor."""
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+    """Return `function.apply(*args)` of a Function that returns one tensor.
+
+    Function.apply asks whether functorch has a part in the call, in Python. Here C-level flags tell.
+    """
+    plain: bool = not _TRANSFORMS()
+    for x in args:
+        plain = plain and not (isinstance(x, Tensor) and _IS_WRAPPED(x))
+    call: Any = super(Function, function) if plain else function
+    out: Tensor = call.apply(*args)
+    return out
+
+
+apply._torchdynamo_inline = lambda function, *args: function.apply(*args)  # type: ignore[attr-defined]
 
 
 def no_view(x: Tensor) -> Tensor:
@@ -33,7 +46,8 @@ def no_view(x: Tensor) -> Tensor:
 
     The result of a Function may be changed in place only then. (torch.compile cannot ask whether a tensor is a view.)
     """
-    return cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))
+    whole: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return whole
 
 
 def refuse_tangents(operator: str, *inputs: object) -> None:
@@ -52,14 +66,14 @@ class RegisteredFunction:
     """A function that is an operator of torch.library, and that is called as itself where nothing observes the call.
 
     Modes of torch's dispatcher observe a call, and so do functorch and torch.compile; tensors of subclasses and of the
-    meta device need the dispatcher too.
+    meta device need the dispatcher too. Each of them costs one call into C, or none.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
         """name: as in torch.ops, such as tpfuse::gemm_forward. function: mutates nothing, and returns new tensors."""
         self._name, self._function = name.removeprefix("tpfuse::"), function
         self._registered = custom_op(name, function, mutates_args=(), schema=schema)
-        self._differentiable: type[Function] | None = None
+        self._differentiable: Callable[..., Any] | None = None
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
         """Register what the operator returns for tensors without values, as torch.library does."""
@@ -75,34 +89,35 @@ class RegisteredFunction:
             return output
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._differentiable = type(f"GeneratedBackwardFor_tpfuse_{self._name}_default", (Function,), methods)
+        generated = type(f"GeneratedBackwardFor_tpfuse_{self._name}_default", (Function,), methods)
+        self._differentiable = super(Function, generated).apply  # type: ignore[misc]  # `apply` does the same
         self._registered.register_autograd(backward, setup_context=setup_context)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def _dispatched(self, *inputs: Any) -> Any:
         refuse_tangents(self._name.removesuffix("_forward"), *inputs)
-        if torch.compiler.is_compiling() or _observed(inputs):
-            return self._registered(*inputs)
-        if not torch.is_grad_enabled() or not _needs_gradients(inputs):
+        return self._registered(*inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if forward_ad._current_level >= 0 or _MODES() or _TRANSFORMS():
+            return self._dispatched(*inputs)
+        needs_gradients = False
+        for x in inputs:
+            if isinstance(x, Tensor):
+                if (type(x) is not Tensor and type(x) is not Parameter) or x.is_meta or _IS_WRAPPED(x):
+                    return self._registered(*inputs)
+                needs_gradients = needs_gradients or x.requires_grad
+        if not needs_gradients or not torch.is_grad_enabled():
             return self._function(*inputs)
         if self._differentiable is None:  # the dispatcher makes a backward pass through it an error
             return self._registered(*inputs)
-        return self._differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
+        return self._differentiable(*inputs)
+
+    __call__._torchdynamo_inline = _dispatched  # type: ignore[attr-defined]  # torch.compile traces this instead
 
 
 def registered(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], RegisteredFunction]:
     """Make a `RegisteredFunction` of a function."""
     return lambda function: RegisteredFunction(name, function, schema)
-
-
-def _observed(inputs: tuple[Any, ...]) -> bool:
-    """Return whether a call with these arguments must reach torch's dispatcher."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return True
-    return any(isinstance(x, Tensor) and (type(x) not in (Tensor, Parameter) or x.is_meta) for x in inputs)
-
-
-def _needs_gradients(inputs: tuple[Any, ...]) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 class _FirstDerivative(Function):
@@ -128,9 +143,11 @@ def once_differentiable(backward: _Called) -> _Called:
 
     @functools.wraps(backward)
     def first_derivative(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():  # no create_graph
+            return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph; compiled code has none
+        if torch.compiler.is_compiling():  # compiled code has no create_graph
             return results
         gradients = [results] if isinstance(results, Tensor) else list(results)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -153,32 +170,32 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     of its input first and those of its weights later runs backward twice, and each time uses only some of them. In code
     that is compiled there is one backward pass, and the result is `ctx.needs_input_grad`.
     """
-    needed: tuple[bool, ...] = ctx.needs_input_grad
-    if torch.compiler.is_compiling():
-        return needed
-    nodes = (node for node, _ in ctx.next_functions if node is not None)  # one for each needed gradient, in order
-    return tuple(need and _runs(next(nodes)) for need in needed)
+    nodes, wanted = iter(ctx.next_functions), []  # with a node for each needed gradient, in order
+    for need in ctx.needs_input_grad:
+        node: Any = None
+        while need and node is None:
+            node, _ = next(nodes)
+        try:
+            wanted.append(need and torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # torch raises it for a leaf whose gradient torch.autograd.grad returns
+            wanted.append(True)
+    return tuple(wanted)
 
 
-def _runs(node: Node) -> bool:
-    """Return whether the backward pass that is running gives `node` a gradient."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch raises it for a leaf whose gradient torch.autograd.grad returns
-        return True
+wanted_gradients._torchdynamo_inline = lambda ctx: ctx.needs_input_grad  # type: ignore[attr-defined]
 
 
-def is_autocast(device: torch.device) -> bool:
-    """Return whether torch.autocast is on for tensors on `device`; the meta device has no autocast."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of torch.autocast for tensors like x, None where it is off; the meta device has no autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Return the tensors, converted under torch.autocast to its dtype as F.linear does; float64 and None stay."""
-    tensors = x, *others
-    if not is_autocast(x.device):
+    tensors, dtype = (x, *others), autocast_dtype(x)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)
 
 
@@ -187,7 +204,7 @@ def without_autocast(function: _Called) -> _Called:
 
     @functools.wraps(function)
     def in_own_dtypes(x: Tensor, *args: Any, **options: Any) -> Any:
-        if not is_autocast(x.device):
+        if autocast_dtype(x) is None:
             return function(x, *args, **options)
         with torch.autocast(x.device.type, enabled=False):
             return function(x, *args, **options)

@@ -12,7 +12,7 @@ from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.kernels.attention_scores import check_scores, check_sequences
 from tpfuse.kernels.checks import check_device
 from tpfuse.ops.activation import GATED, check_activation
-from tpfuse.ops.autograd import is_autocast
+from tpfuse.ops.autograd import autocast_dtype
 
 
 def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
@@ -23,7 +23,7 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
     """
     check_activation(activation)
     check_local(operator, x=x, weight=weight, bias=bias)
-    shape, rows, device, dtype = x.shape, weight.shape, x.device, x.dtype
+    shape, rows, dtype = x.shape, weight.shape, x.dtype
     if not dtype.is_floating_point:
         raise ValueError(f"{operator}: x is {dtype}: expected a float dtype")
     if not shape:
@@ -34,7 +34,7 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
         raise ValueError(f"{operator}: weight has {rows[0]} rows: {activation} expects an even number, [gate | up]")
     if bias is not None and bias.shape != rows[:1]:
         raise ValueError(f"{operator}: bias has shape {tuple(bias.shape)}: expected {tuple(rows[:1])}")
-    mixed = is_autocast(device)
+    mixed = autocast_dtype(x) is not None
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None:
             check_device(operator, "x", x, name, other)

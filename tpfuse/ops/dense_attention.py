@@ -47,20 +47,20 @@ class AttentionCall:
         """Return the other options, by name."""
         return {name: getattr(self, name) for name in _NAMES[4:]}
 
-    def is_plain(self, q: Tensor, k: Tensor) -> bool:
-        """Return whether scaled_dot_product_attention can express the call: with no mask, or with a square causal one.
+    def plain(self, q: Tensor, k: Tensor) -> dict[str, Any] | None:
+        """Return the options with which scaled_dot_product_attention computes the call; None where it cannot.
 
-        It returns no log-sum-exp, and its dropout has other masks than ours.
+        It can with no mask, or with a square causal one. It returns no log-sum-exp, and its dropout has other masks
+        than ours.
         """
         if self.dropout_p or self.cu_seqlens_q is not None or self.window is not None:
-            return False
+            return None
         if not q.numel() or not k.numel():
-            return False
-        return self.sees_all(k) or (q.shape[2] == k.shape[2] and self.q_offset == self.k_offset)
-
-    def sees_all(self, k: Tensor) -> bool:
-        """Return whether every query sees every key."""
-        return not self.causal or self.q_offset >= self.k_offset + k.shape[2] - 1
+            return None
+        sees_all = not self.causal or self.q_offset >= self.k_offset + k.shape[2] - 1
+        if not sees_all and (q.shape[2] != k.shape[2] or self.q_offset != self.k_offset):
+            return None
+        return {"is_causal": not sees_all, "scale": self.scale, "enable_gqa": q.shape[1] != k.shape[1]}
 
 
 _NAMES = [field.name for field in fields(AttentionCall)]  # torch.compile of torch 2.11 refuses vars() of an instance
@@ -83,9 +83,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, ret
     """Return (out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty if unasked."""
     tq, tk = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    if not return_lse and call.is_plain(q, k):
-        is_causal = not call.sees_all(k)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=call.scale, enable_gqa=grouped)
+    plain = None if return_lse else call.plain(q, k)
+    if plain is not None:
+        out = F.scaled_dot_product_attention(q, k, v, **plain)
         return out, out.new_empty(0)
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k and q.device.type == "cpu" and not is_traced(q):

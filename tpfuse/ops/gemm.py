@@ -9,7 +9,7 @@ as gemm does, but are not differentiable.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward, takes_ping_pong
-from tpfuse.kernels.launch import family
-from tpfuse.ops.activation import GATED
+from tpfuse.kernels.launch import family, planned
+from tpfuse.ops.activation import ACTIVATIONS, GATED
 from tpfuse.ops.activation import activation as apply_activation
-from tpfuse.ops.autograd import autocast, once_differentiable, registered, wanted_gradients
+from tpfuse.ops.autograd import autocast, autocast_dtype, once_differentiable, registered, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
 from tpfuse.switches import use_triton
 
@@ -40,19 +40,45 @@ def gemm(
     under torch.autocast it has autocast's dtype; with a residual of another dtype, the dtype of torch's addition.
     Raise ValueError for shapes, dtypes or devices that do not match and for an unknown activation.
     """
+    call = _checked(x, weight, bias, residual, activation)
+    if call.mixed:
+        x, weight, bias = autocast(x, weight, bias)
+    if not call.triton:
+        out: Tensor = F.linear(x, weight, bias)
+        out = out if activation is None else ACTIVATIONS[activation](out)
+        return out if residual is None else out + residual
+    keep = activation is not None and torch.is_grad_enabled()
+    keep = keep and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+    added = residual if call.adds else None
+    out, _ = _forward(flat(x), weight, bias, None if added is None else flat(added), activation, keep)
+    out = out if x.ndim == 2 else out.view(call.shape)
+    return out if residual is None or call.adds else out + residual
+
+
+class _Call(NamedTuple):
+    """A call of `gemm` whose arguments fit each other.
+
+    mixed: whether autocast is on. triton: whether `_forward` computes the call; otherwise torch does. adds: whether
+    `_forward` adds the residual.
+    """
+
+    mixed: bool
+    shape: tuple[int, ...]
+    triton: bool
+    adds: bool
+
+
+@planned
+def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> _Call:
+    """Raise ValueError as `gemm` does."""
     check_linear("gemm", x, weight, bias, activation)
     shape = _result_shape(x, weight, activation)
     check_residual("gemm", x, residual, shape)
-    x_, weight_, bias_ = autocast(x, weight, bias)
-    fused = residual if residual is not None and residual.dtype == x_.dtype else None
-    if not use_triton(x) or (activation is None and fused is None):
-        out: Tensor = apply_activation(F.linear(x_, weight_, bias_), activation)
-        return out if residual is None else out + residual
-    keep = activation is not None and torch.is_grad_enabled()
-    keep = keep and any(x is not None and x.requires_grad for x in (x_, weight_, bias_))
-    out, _ = _forward(flat(x_), weight_, bias_, None if fused is None else flat(fused), activation, keep)
-    out = out if len(shape) == 2 else out.view(shape)
-    return out + residual if residual is not None and fused is None else out
+    dtype = autocast_dtype(x)
+    computed = x.dtype if dtype is None or x.dtype is torch.float64 else dtype
+    adds = residual is not None and residual.dtype == computed
+    triton = use_triton(x) and (activation is not None or (adds and _fuses(x, None, False)))
+    return _Call(dtype is not None, shape, triton, adds)
 
 
 def product(
@@ -74,8 +100,9 @@ def product(
 
 def activated(preactivation: Tensor, activation: str | None, keep: bool) -> tuple[Tensor, Tensor | None]:
     """Return (act(preactivation), preactivation if there is an activation and `keep`, otherwise None)."""
-    returned = preactivation if keep and activation is not None else None
-    return apply_activation(preactivation, activation), returned
+    if activation is None:
+        return preactivation, None
+    return ACTIVATIONS[activation](preactivation), preactivation if keep else None
 
 
 def preactivation_gradient(
@@ -212,9 +239,13 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias, needs_residual, *_none = wanted_gradients(ctx)
     grad_x = grad_weight = grad_bias = None
     if needs_x or needs_weight or needs_bias:
-        left, grad_bias = preactivation_gradient(grad, preactivation, ctx.activation, needs_bias)
+        if ctx.activation is None:
+            left, sums = grad, grad.sum(0) if needs_bias else None
+        else:
+            left, sums = _preactivation_gradient(grad, preactivation, ctx.activation, needs_bias)
+        grad_bias = sums if needs_bias else None
         grad_x = left @ weight if needs_x else None
-        grad_weight = weight_gradient(left, x) if needs_weight else None
+        grad_weight = left.t() @ x if needs_weight else None
     return grad_x, grad_weight, grad_bias, grad if needs_residual else None, None, None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group
 from tpfuse.kernels.checks import check_device, check_shape
+from tpfuse.kernels.launch import planned
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.autograd import once_differentiable, registered, wanted_gradients
@@ -49,20 +50,25 @@ def norm(
     centered: bool,
 ) -> Tensor:
     """Return the norm of x. centered: layer_norm if true, otherwise rms_norm."""
-    check_group(operator, sum_gradients_over)
-    _check(operator, x, weight, bias)
-    weight = None if weight is None else replicate(weight, sum_gradients_over)
-    bias = None if bias is None else replicate(bias, sum_gradients_over)
-    if not use_triton(x):
+    if sum_gradients_over is not None:
+        check_group(operator, sum_gradients_over)
+    triton = _check(operator, x, weight, bias)
+    if sum_gradients_over is not None:
+        weight = None if weight is None else replicate(weight, sum_gradients_over)
+        bias = None if bias is None else replicate(bias, sum_gradients_over)
+    if not triton:
         shape = (x.shape[-1],)
         return F.layer_norm(x, shape, weight, bias, eps) if centered else F.rms_norm(x, shape, weight, eps)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
+    if x.ndim == 2:
+        return _forward(x, weight, bias, eps, centered)[0]  # type: ignore[no-any-return]
     out: Tensor = _forward(x.reshape(-1, x.shape[-1]), weight, bias, eps, centered)[0]
     return out.view(x.shape)
 
 
-def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raise ValueError unless x is [..., C] of floats, and weight and bias are [C]."""
+@planned
+def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Raise ValueError unless x is [..., C] of floats, and weight and bias are [C]; return whether Triton computes."""
     check_local(operator, x=x, weight=weight, bias=bias)
     if not x.is_floating_point() or not x.ndim or not x.shape[-1]:
         raise ValueError(f"{operator}: x is {x.dtype} {tuple(x.shape)}: expected floats [..., C], C of at least 1")
@@ -75,6 +81,7 @@ def _check(operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None)
                 raise ValueError(f"{operator}: {name} is {other.dtype}: expected {like.dtype}, as {like_name}")
     if weight is not None and not weight.is_floating_point():
         raise ValueError(f"{operator}: weight is {weight.dtype}: expected floats")
+    return use_triton(x)
 
 
 @registered("tpfuse::norm_forward")
@@ -83,11 +90,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, mean, rstd), with an empty tensor for None: all results of an operator are tensors."""
     out, mean, rstd = norm_forward(x, weight, bias, eps, centered=centered)
-    return out, _or_empty(mean, rstd), rstd
-
-
-def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if x is None else x
+    return out, rstd.new_empty(0) if mean is None else mean, rstd
 
 
 @_forward.register_fake
@@ -106,7 +109,9 @@ def _gradients(
         grad, x, weight, mean if centered else None, rstd,
         with_bias=with_bias, with_x=with_x, with_weight=with_weight,
     )  # fmt: skip
-    return _or_empty(dx, x), _or_empty(dweight, weight), _or_empty(dbias, weight)
+    dx = x.new_empty(0) if dx is None else dx
+    dweight = weight.new_empty(0) if dweight is None else dweight
+    return dx, dweight, weight.new_empty(0) if dbias is None else dbias
 
 
 @_gradients.register_fake
@@ -129,9 +134,10 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
     if grad is None:  # a function that used the result has no gradient for it
         return None, None, None, None, None
     needs_x, needs_weight, needs_bias, *_none = wanted_gradients(ctx)
-    gradients = _gradients(grad, *ctx.saved_tensors, ctx.centered, needs_bias, needs_x, needs_weight or needs_bias)
-    pairs = zip(gradients, (needs_x, needs_weight, needs_bias), strict=True)
-    return *(gradient if needed else None for gradient, needed in pairs), None, None
+    dx, dweight, dbias = _gradients(
+        grad, *ctx.saved_tensors, ctx.centered, needs_bias, needs_x, needs_weight or needs_bias
+    )
+    return dx if needs_x else None, dweight if needs_weight else None, dbias if needs_bias else None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

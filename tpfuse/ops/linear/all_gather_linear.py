@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.activation import GATED
-from tpfuse.ops.autograd import autocast, no_view, once_differentiable, refuse_tangents, wanted_gradients
+from tpfuse.ops.autograd import apply, autocast, no_view, once_differentiable, refuse_tangents, wanted_gradients
 from tpfuse.ops.checks import check_linear
 from tpfuse.ops.gemm import gemm, preactivation_gradient
 from tpfuse.ops.linear.dispatch import products
@@ -104,7 +104,7 @@ def all_gather_linear(
     x_, *parameters = autocast(x, *weights, *biases)
     chosen = products(x_, group)
     if torch.is_grad_enabled():
-        outs = _AllGatherLinear.apply(x_, chosen, activation, *parameters)  # type: ignore[no-untyped-call]
+        outs = tuple(apply(_AllGatherLinear, x_, chosen, activation, *parameters))
     else:
         refuse_tangents("all_gather_linear", x_, *parameters)
         pairs = chosen.all_gather(x_, _weights(parameters), parameters[len(weights) :], activation, False)
