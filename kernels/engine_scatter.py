@@ -104,8 +104,9 @@ def sum_parts_kernel(
             tiles_n = tl.cdiv(N, BLOCK_N)
             for index in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * tiles_n, tl.num_programs(0)):
                 sum_tile(
-                    half_ptr, bias_ptr, residual_ptr, out_ptr, index // tiles_n * BLOCK_M, index % tiles_n * BLOCK_N,
-                    rows, N, chunk, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, BLOCK_N,
+                    None, half_ptr, bias_ptr, residual_ptr, out_ptr,
+                    index // tiles_n * BLOCK_M, index % tiles_n * BLOCK_N, rows, N, chunk, rank,
+                    stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             record(trace_ptr, COMPUTING, rank, since)
             advance(state_ptr, epoch)

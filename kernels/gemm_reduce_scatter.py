@@ -2,24 +2,25 @@
 
 Rank r owns rows [r c, (r + 1) c) of the result, c = cdiv(M, world). One persistent program per multiprocessor takes the
 tiles of rank + 1 first, then those of rank + 2, …, its own last, so that partial sums travel while others are computed
-and not all ranks send to one owner at once. A finished tile is stored in its owner's slot, in the part of this rank, in
-x's dtype. At the end a program waits for the other ranks' parts of its own tiles, and adds the partial sums of rank 0,
-1, 2, … in float32 with bias and residual, rounded once: in absolute order, so that results depend neither on which rank
-was first nor on the owner's rank.
+and not all ranks send to one owner at once. A finished tile of another owner is stored in its slot, in the part of this
+rank, rounded to x's dtype. A tile of this rank stays in registers: its epilogue adds the partial sums of rank 0, 1, 2,
+… in float32, its own one rounded like the others, with bias and residual, and rounds once. The order is absolute, so
+that results depend neither on which rank was first nor on the owner's rank.
 
 A tile of an owner belongs to the same program on every rank: tiles are dealt to programs in the order of owners 0, 1,
 2, …, continuing from one owner to the next, independently of the order in which a rank computes them. So no program has
 two tiles more than another, and program p waits only for program p of the other ranks: there is one flag from each
-program to the same program of each rank, however many tiles there are. No program waits for a later program of its
+program to the same program of each other rank, however many tiles there are. No program waits for a later program of its
 grid, neither on its rank nor through other ranks, so that not all programs of a grid need to run at once: where other
 kernels hold multiprocessors, its last programs begin when its first have ended. Grid and tiles must be the same on all
 ranks: they follow from M, N, the dtype and the channel, not from K or from how a rank's tensors are aligned.
 
 A program signals an owner when it has stored its tiles of the next owner too: the fence before the signal waits for
-stores to a peer, and by then those to the owner have arrived. It signals itself as well, as in `signals.barrier`.
+stores to a peer, and by then those to the owner have arrived. The last one is signalled after the product of this
+rank's first tile, before the program waits for the other ranks: otherwise each would wait for the next one.
 
-Who may write when. A half of an owner's slot, [world, c, N], is written in epoch e, by each rank its own part, and read
-by the owner in epoch e. It is written again in e + 2, by launches that follow their rank's launch of e + 1 in the
+Who may write when. A half of an owner's slot, [world, c, N], is written in epoch e, by each other rank its own part,
+and read by the owner in epoch e. It is written again in e + 2, by launches that follow their rank's launch of e + 1 in the
 stream; that launch has waited for the owner's signals of e + 1, which the owner gave after its launch of e. So programs
 without a tile signal and wait too, and there is always at least one program. Word p world + r of a rank's flags is
 written by rank r, as in `signals.arrive`: a channel may be shared with collectives.
@@ -49,7 +50,7 @@ from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matri
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.signals import advance, begin, peer_pointer, signal, wait_signal
-from tpfuse.kernels.tiles import dot, grouped_tile
+from tpfuse.kernels.tiles import dot, grouped_tile, rounded
 from tpfuse.kernels.trace import COMPUTING, now, record
 
 
@@ -76,7 +77,70 @@ def _signal_copies(stored_ptr, owner, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
+def _exchange(flags_ptr, abort_ptr, trace_ptr, epoch, rank, WORLD: tl.constexpr):
+    """Signal the last of the other owners, and wait for the parts of the other ranks. Return 1, or 2 after an abort."""
+    _signal(flags_ptr, (rank + WORLD - 1) % WORLD, epoch, rank, WORLD)
+    sources = tl.arange(0, triton.next_power_of_2(WORLD))
+    words_ptr = peer_pointer(flags_ptr, rank, tl.int32) + tl.program_id(0) * WORLD
+    others = (sources < WORLD) & (sources != rank)
+    return 2 - wait_signal(words_ptr + sources, epoch, abort_ptr, others, trace_ptr, sources).to(tl.int32)
+
+
+@triton.jit
+def _product(
+    x,
+    w,
+    first_row,
+    first_n,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    K_ADJACENT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return a tile of x Wᵀ in float32."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = load_tile(x, first_row, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
+        b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+        acc = dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _partial_sums(
+    own,
+    half_ptr,
+    source,
+    rank,
+    first_m,
+    first_n,
+    M,
+    N,
+    chunk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return a rank's partial sums of a tile, those of this rank from `own` unless it is None."""
+    part_ptr = half_ptr + source * chunk * N
+    if own is None:
+        return load_tile(part_ptr, first_m, first_n, M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
+    else:
+        rows = tl.where(source == rank, 0, M)  # this rank's part of the half is not read
+        part = load_tile(part_ptr, first_m, first_n, rows, N, N, 1, BLOCK_M, BLOCK_N, False)
+        return tl.where(source == rank, rounded(own, part.dtype), part).to(tl.float32)
+
+
+@triton.jit
 def sum_tile(
+    own,  # [BLOCK_M, BLOCK_N] float32: this rank's partial sums; or None: they are in the half like the others
     half_ptr,  # [WORLD, chunk, N] bf16, read
     bias_ptr,
     residual_ptr,
@@ -86,6 +150,7 @@ def sum_tile(
     M,
     N,
     chunk,
+    rank,
     stride_bias,
     stride_rm,
     stride_rn,
@@ -94,10 +159,9 @@ def sum_tile(
     BLOCK_N: tl.constexpr,
 ):
     """Add the partial sums of all ranks, rank 0 first, then bias and residual, and store the tile."""
-    total = load_tile(half_ptr, first_m, first_n, M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
+    total = _partial_sums(own, half_ptr, 0, rank, first_m, first_n, M, N, chunk, BLOCK_M, BLOCK_N)
     for source in tl.static_range(1, WORLD):
-        part_ptr = half_ptr + source * chunk * N
-        total += load_tile(part_ptr, first_m, first_n, M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
+        total += _partial_sums(own, half_ptr, source, rank, first_m, first_n, M, N, chunk, BLOCK_M, BLOCK_N)
     store_columns(
         total, total, bias_ptr, residual_ptr, None, out_ptr, first_m, first_n, M, N,
         stride_bias, stride_rm, stride_rn, N, 1, "none", BLOCK_M, BLOCK_N,
@@ -141,15 +205,16 @@ def gemm_reduce_scatter_forward_kernel(
     SUM_WIDTH: tl.constexpr,  # columns of a tile that are summed at once, over all ranks
 ):
     WIDTH: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     COLUMNS: tl.constexpr = SUM_WIDTH if SUM_WIDTH < BLOCK_N else BLOCK_N
+    OTHERS: tl.constexpr = WORLD if stored_ptr is None else WORLD + 1  # copy engines copy this rank's tiles last
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
     w = weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         programs, tiles_n = tl.num_programs(0), tl.cdiv(N, BLOCK_N)
         most = tl.cdiv(chunk, BLOCK_M) * tiles_n
-        for step in range(1, WORLD + 1):
+        for step in range(1, OTHERS):
             since = now(trace_ptr)
             owner = (rank + step) % WORLD
             rows = min(max(M - owner * chunk, 0), chunk)
@@ -162,37 +227,46 @@ def gemm_reduce_scatter_forward_kernel(
             for index in range(_first_tile(owner, most), tiles_m * tiles_n, programs):
                 pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
                 first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-                first_row = owner * chunk + first_m
-                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                for k in range(0, K, BLOCK_K):
-                    a = load_tile(x, first_row, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
-                    b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
-                    acc = dot(a, b, acc)
+                acc = _product(
+                    x, w, owner * chunk + first_m, first_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+                    K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
                 parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
                 for part in tl.static_range(EPILOGUE_PARTS):
                     store_tile(parts[part], part_ptr, first_m, first_n + part * WIDTH, rows, N, N, 1, BLOCK_M, WIDTH)
             record(trace_ptr, COMPUTING, owner, since)
-            if stored_ptr is None:
-                if step > 1:
-                    _signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)
-            else:
+            if stored_ptr is not None:
                 _signal_copies(stored_ptr, owner, epoch, WORLD)
+            elif step > 1:
+                _signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)
         if stored_ptr is None:
-            _signal(flags_ptr, rank, epoch, rank, WORLD)
-            sources = tl.arange(0, triton.next_power_of_2(WORLD))
-            words_ptr = peer_pointer(flags_ptr, rank, tl.int32) + tl.program_id(0) * WORLD
-            if wait_signal(words_ptr + sources, epoch, abort_ptr, sources < WORLD, trace_ptr, sources):
-                since = now(trace_ptr)
-                half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
-                rows = min(max(M - rank * chunk, 0), chunk)
-                tiles_m = tl.cdiv(rows, BLOCK_M)
-                for index in range(_first_tile(rank, most), tiles_m * tiles_n, programs):
-                    pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
-                    for column in range(0, BLOCK_N, COLUMNS):
+            since = now(trace_ptr)
+            exchanged = tl.full((), 0, tl.int32)  # then 1, or 2 after an abort
+            half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
+            rows = min(max(M - rank * chunk, 0), chunk)
+            tiles_m = tl.cdiv(rows, BLOCK_M)
+            for index in range(_first_tile(rank, most), tiles_m * tiles_n, programs):
+                pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
+                first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+                acc = _product(
+                    x, w, rank * chunk + first_m, first_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+                    K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                if exchanged == 0:
+                    record(trace_ptr, COMPUTING, rank, since)
+                    exchanged = _exchange(flags_ptr, abort_ptr, trace_ptr, epoch, rank, WORLD)
+                    since = now(trace_ptr)
+                if exchanged == 1:
+                    parts = column_parts(acc, BLOCK_M, BLOCK_N, BLOCK_N // COLUMNS)
+                    for part in tl.static_range(BLOCK_N // COLUMNS):
                         sum_tile(
-                            half_ptr, bias_ptr, residual_ptr, out_ptr, pid_m * BLOCK_M, pid_n * BLOCK_N + column,
-                            rows, N, chunk, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, COLUMNS,
+                            parts[part], half_ptr, bias_ptr, residual_ptr, out_ptr, first_m, first_n + part * COLUMNS,
+                            rows, N, chunk, rank, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, COLUMNS,
                         )  # fmt: skip
+            if exchanged == 0:  # without a tile
+                exchanged = _exchange(flags_ptr, abort_ptr, trace_ptr, epoch, rank, WORLD)
+                since = now(trace_ptr)
+            if exchanged == 1:
                 record(trace_ptr, COMPUTING, rank, since)
                 advance(state_ptr, epoch)
 
