@@ -10,20 +10,20 @@ that results depend neither on which rank was first nor on the owner's rank.
 A tile of an owner belongs to the same program on every rank: tiles are dealt to programs in the order of owners 0, 1,
 2, …, continuing from one owner to the next, independently of the order in which a rank computes them. So no program has
 two tiles more than another, and program p waits only for program p of the other ranks: there is one flag from each
-program to the same program of each other rank, however many tiles there are. No program waits for a later program of its
-grid, neither on its rank nor through other ranks, so that not all programs of a grid need to run at once: where other
-kernels hold multiprocessors, its last programs begin when its first have ended. Grid and tiles must be the same on all
-ranks: they follow from M, N, the dtype and the channel, not from K or from how a rank's tensors are aligned.
+program to the same program of each other rank, however many tiles there are. No program waits for a later program of
+its grid, neither on its rank nor through other ranks, so that not all programs of a grid need to run at once: where
+other kernels hold multiprocessors, its last programs begin when its first have ended. Grid and tiles must be the same
+on all ranks: they follow from M, N, the dtype and the channel, not from K or from how a rank's tensors are aligned.
 
 A program signals an owner when it has stored its tiles of the next owner too: the fence before the signal waits for
 stores to a peer, and by then those to the owner have arrived. The last one is signalled after the product of this
 rank's first tile, before the program waits for the other ranks: otherwise each would wait for the next one.
 
 Who may write when. A half of an owner's slot, [world, c, N], is written in epoch e, by each other rank its own part,
-and read by the owner in epoch e. It is written again in e + 2, by launches that follow their rank's launch of e + 1 in the
-stream; that launch has waited for the owner's signals of e + 1, which the owner gave after its launch of e. So programs
-without a tile signal and wait too, and there is always at least one program. Word p world + r of a rank's flags is
-written by rank r, as in `signals.arrive`: a channel may be shared with collectives.
+and read by the owner in epoch e. It is written again in e + 2, by launches that follow their rank's launch of e + 1 in
+the stream; that launch has waited for the owner's signals of e + 1, which the owner gave after its launch of e. So
+programs without a tile signal and wait too, and there is always at least one program. Word p world + r of a rank's
+flags is written by rank r, as in `signals.arrive`: a channel may be shared with collectives.
 
 Copy engines can copy the partial sums to their owners instead (`gemm_for_copies`). Then this product stores the tiles
 of all owners in its own rank's memory, signals this rank alone, and ends. `tpfuse.kernels.engine_scatter` describes

@@ -77,7 +77,10 @@ def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
     dtype = autocast_dtype(x)
     computed = x.dtype if dtype is None or x.dtype is torch.float64 else dtype
     adds = residual is not None and residual.dtype == computed
-    triton = use_triton(x) and (activation is not None or (adds and _fuses(x, None, False)))
+    triton = use_triton(x) and (activation is not None or adds)
+    if triton and activation is None and family(x.device) == "sm_90":  # as `_fuses`, before autocast converts anything
+        assert residual is not None
+        triton = dtype is None and takes_ping_pong(flat(x), weight, bias, flat(residual), None)
     return _Call(dtype is not None, shape, triton, adds)
 
 
