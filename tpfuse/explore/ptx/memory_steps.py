@@ -212,8 +212,8 @@ def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
 
 def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return an instruction of cp.async.bulk: a copy of a tile to shared memory, which an mbarrier ends, or from it."""
-    operands: list[Any] = [*instruction.operands, None]
-    target = operands[0]
+    given: list[Any] = [*instruction.operands, None]
+    target = given[0]
     form = ".".join(SPACES.get(x, x) for x in instruction.parts[3:])
     if form == "commit_group":
         return for_threads(slots, instruction, lambda p, threads: p.bulk_stores.commit(threads))
@@ -222,7 +222,7 @@ def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:
         return for_threads(slots, instruction, lambda p, threads: p.bulk_stores.wait(p, threads, left, reads=reads))
     if form == f"tensor.{len(target.coordinates)}d.global.shared::cta.bulk_group":
         return _bulk_store(slots, instruction)
-    _, source, barrier, _ = operands
+    _, source, barrier, _ = given
     axes = source.coordinates
     if form != f"tensor.{len(axes)}d.shared::cta.global.mbarrier::complete_tx::bytes" or not axes:
         raise ValueError
