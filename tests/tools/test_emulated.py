@@ -66,7 +66,6 @@ def test_a_kernel_of_each_family_is_right() -> None:
         ("case", "cross_entropy", "vocabulary of 100", "bfloat16"),
         ("case", "adamw", "three updates", "bfloat16"),
         ("case", "dropout", "p 0.3", "bfloat16"),
-        ("activations",),
         ("program", "all_gather_gemm", 2, "bfloat16", 2),
         *(
             ("program", name, 2, "bfloat16", 1)
@@ -88,7 +87,7 @@ GLUON_FAULTS = {
     "sums are not waited for": f"WgmmaHazard: a register is accessed while|{IN_USE}",
     "a stage is released one product early": IN_USE,
     "a turn is not given": "Stuck: .* threads at an mbarrier that still needs 1 arrivals and 0 bytes",
-    "too few bytes are expected": "SharedRace: .* asynchronous copy that nobody has waited for|Stuck: .* -8192 bytes",
+    "too few bytes are expected": "SharedRace: .* an asynchronous copy that nobody|Stuck: .* -8192 bytes",
     "no fence after tensor maps": "SharedRace: .* no fence.proxy.async comes between",
 }
 
@@ -100,13 +99,6 @@ def test_faults_of_specialized_warps_are_found(version: str) -> None:
     found = dict(zip(works, results(*works, version=version), strict=True))
     for (_, fault, seed), line in found.items():
         assert re.match(GLUON_FAULTS.get(fault, "$"), line), (fault, seed, line)
-
-
-def test_sigmoids_of_half_types_take_few_instructions() -> None:
-    """With `tl.sigmoid` and a division they would be 9.25, 27.5, 6.5 and 19.5 of PTX, and more of SASS."""
-    most = {("gelu_tanh", False): 7, ("gelu_tanh", True): 22, ("silu", False): 5, ("silu", True): 9}
-    counts = results(*(("activation_instructions", *work) for work in most))
-    assert all(2 < count <= limit for count, limit in zip(counts, most.values(), strict=True)), counts
 
 
 HANDED_OVER = "programs of one rank hand chunks over in memory that is not symmetric, whose order is not checked"

@@ -47,8 +47,8 @@ class Access(NamedTuple):
     def common(self, other: "Access") -> Array:
         """Return which threads of the other access use a place of this one."""
         unit = min(self.size, other.size)
-        used: Array = np.isin(other.places(unit), self.places(unit))
-        return used.max(1)
+        used: Array = np.isin(other.places(unit), self.places(unit)).max(1)
+        return used
 
     def did(self, warp: int) -> str:
         """Return what a warp did."""

@@ -212,7 +212,8 @@ def asynchronous(slots: Slots, instruction: PtxInstruction) -> Step:
 
 def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:
     """Return an instruction of cp.async.bulk: a copy of a tile to shared memory, which an mbarrier ends, or from it."""
-    target, *sources = (*instruction.operands, None)
+    given: list[Any] = [*instruction.operands, None]
+    target = given[0]
     form = ".".join(SPACES.get(x, x) for x in instruction.parts[3:])
     if form == "commit_group":
         return for_threads(slots, instruction, lambda p, threads: p.bulk_stores.commit(threads))
@@ -221,7 +222,7 @@ def _bulk_copy(slots: Slots, instruction: PtxInstruction) -> Step:
         return for_threads(slots, instruction, lambda p, threads: p.bulk_stores.wait(p, threads, left, reads=reads))
     if form == f"tensor.{len(target.coordinates)}d.global.shared::cta.bulk_group":
         return _bulk_store(slots, instruction)
-    source, barrier, _ = sources
+    _, source, barrier, _ = given
     axes = source.coordinates
     if form != f"tensor.{len(axes)}d.shared::cta.global.mbarrier::complete_tx::bytes" or not axes:
         raise ValueError
@@ -242,7 +243,7 @@ def _bulk_store(slots: Slots, instruction: PtxInstruction) -> Step:
         given = threads, maps, places, *(x.view(np.int32) for x in coordinates)
         for thread, at, place, *where in zip(*(x.tolist() for x in given), strict=True):
             tensor_map = _tensor_map(p, int(p.warp_of[thread]), at)
-            p.bulk_stores.begin(p, thread, tensor_map.chunks(place), tensor_map.tile(where))
+            p.bulk_stores.begin(p, thread, tensor_map.chunks(place), tensor_map.tile(tuple(where)))
 
     return for_threads(slots, instruction, step, (target, 64), (source, 32), *((x, 32) for x in target.coordinates))
 

@@ -49,7 +49,7 @@ class ExploredGlobalMemory(GlobalMemory):
 
     def __init__(self, run: ExploredRun, buffers: Sequence[Buffer], kernel: Kernel | None = None) -> None:
         super().__init__(buffers)
-        self._checked, self._clocks, self._task = run.memory, run.memory.clocks, run.scheduler.current
+        self._run, self._checked, self._clocks, self._task = run, run.memory, run.memory.clocks, run.scheduler.current
         self._program, self._begun = self._task.chain, 0
         self._apart = kernel is not None and kernel.specialized
         warps = range(kernel.parsed.threads // LANES if kernel is not None else 0)
@@ -100,9 +100,8 @@ class ExploredGlobalMemory(GlobalMemory):
         old = np.empty(len(addresses), dtype)
         for chain, some in self._split(warps):
             numbers = np.arange(len(addresses))[some]
-            of_these = change and (lambda i, x, numbers=numbers: change(numbers[i], x))
             with self._at_source(chain):
-                old[some] = self._atomic(addresses[some], dtype, order, name, of_these)
+                old[some] = self._atomic(addresses[some], dtype, order, name, change and _of_some(change, numbers))
         return old
 
     def _atomic(self, addresses: Array, dtype: Any, order: frozenset[str], name: str, change: Change | None) -> Array:
@@ -196,3 +195,8 @@ class ExploredGlobalMemory(GlobalMemory):
             yield
         finally:
             self._task.lines, self._task.chain = (), self._program
+
+
+def _of_some(change: Change, numbers: Array) -> Change:
+    """Return the change of the numbers at some positions, by their own positions."""
+    return lambda i, old: change(int(numbers[i]), old)
