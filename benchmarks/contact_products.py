@@ -25,6 +25,7 @@ from benchmarks.timing import Candidate, verdict
 from tpfuse.comm.comparison import error_bound
 from tpfuse.kernels import reference
 from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import family
 from tpfuse.ops.gemm import product
 from tpfuse.testing.compare import check_error, unwritten_memory_is_nan
 from tpfuse.tools.operators.gemm import GemmShape
@@ -119,9 +120,20 @@ def _triton(
     return lambda: gemm_forward(x, weight, bias, activation=activation, keep_preactivation=keep)
 
 
+def _ping_pong(
+    x: Tensor, weight: Tensor, bias: Tensor, activation: str | None, keep: bool
+) -> Callable[[], Results] | None:
+    if family(x.device) != "sm_90":
+        return None
+    from tpfuse.kernels.gemm_ping_pong import gemm_ping_pong
+
+    return lambda: gemm_ping_pong(x, weight, bias, activation=activation, keep_preactivation=keep)
+
+
 CANDIDATES: dict[str, Maker] = {
     OURS: _tpfuse,  # what the operator chooses
     "Triton kernel": _triton,
+    "Gluon kernel": _ping_pong,
     LIMIT: _limit,
     SEPARATE: _separate,
     ADDMM: _addmm,

@@ -32,16 +32,12 @@ from functools import lru_cache
 import torch
 
 from tpfuse.ops.ring_attention.layout import SequenceLayout
+from tpfuse.ops.linear_cross_entropy import chunk_of
 from tpfuse.ops.ring_attention.schedule import schedule_for
 from tpfuse.plan.sizes import ModelSizes, RankShare, TrainingProgram
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element
 _INT64 = 8
-
-
-def loss_chunk(rows: int) -> int:
-    """Return the tokens whose logits `tpfuse.ops.linear_cross_entropy` holds at the same time."""
-    return min(max(-(-rows // 8), 4096), 16384)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def activations(sizes: ModelSizes, share: RankShare, program: TrainingProgram) -
         masked = share.tp > 1  # a mask of one byte per token says which ids are in this rank's shard of the vocabulary
         first += rows * masked + between * _INT64  # positions
         last += (rows + vocabulary) * width * size  # the gradients of the loss
-        chunk = loss_chunk(rows)
+        chunk = chunk_of(rows)
         loss = min(rows, chunk) * vocabulary * size
         loss += vocabulary * width * 4 if rows > chunk else 0  # the sum of the chunks' gradients
         if sizes.dropout and program.triton:  # the numbers of rows and heads, and the keys of all sites
