@@ -31,8 +31,8 @@ from functools import lru_cache
 
 import torch
 
-from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.linear_cross_entropy import chunk_of
+from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.schedule import schedule_for
 from tpfuse.plan.sizes import ModelSizes, RankShare, TrainingProgram
 
