@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -95,21 +94,14 @@ def planted(old: str, new: str, number: int, work: list[Any]) -> str:
         return values(*work, module=module)
 
 
-def without(pattern: str, work: list[Any]) -> str:
-    """Run a work as often as a pattern is in its PTX, each time without one line in which it is.
+def without(pattern: str, number: int, work: list[Any]) -> str:
+    """Run a work without one of the places of its PTX that match a pattern."""
 
-    Return the lines whose absence is no fault, and how many lines there were.
-    """
-    lines: list[str] = []
+    def edited(text: str) -> str:
+        found = list(re.finditer(pattern, text))[number]
+        return text[: found.start()] + text[found.end() :]
 
-    def edited(text: str, number: int) -> str:
-        lines[:] = re.findall(rf"^.*(?:{pattern}).*$", text, re.MULTILINE)
-        found = list(re.finditer(rf"^.*(?:{pattern}).*$", text, re.MULTILINE))[number : number + 1]
-        return "".join(text[: x.start()] + text[x.end() :] for x in found) or text
-
-    values(*work, edit=partial(edited, number=9999))
-    left = [f"{i}: {line}" for i, line in enumerate([*lines]) if not values(*work, edit=partial(edited, number=i))]
-    return "\n".join([*left, f"{len(lines)} lines"])
+    return values(*work, edit=edited)
 
 
 def orders(seeds: int, work: list[Any]) -> str:
