@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "choices", "comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline", "zero.reducer",
     },
     "models": {"comm", "comm.collectives", "ops", "layers", "parallel", "parallel.pipeline"},
-    "plan": {"nearest", "choices", "comm", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer"},
+    "plan": {"nearest", "choices", "comm", "ops", "ops.ring_attention", "parallel.pipeline", "zero", "zero.reducer"},
     "train": {
         "_version", "nearest", "choices", "switches", "comm", "comm.collectives", "ops", "layers", "parallel",
         "parallel.pipeline", "drop_in", "zero", "models", "plan", "profile.recording",

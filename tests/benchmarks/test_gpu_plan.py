@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,8 @@ def test_commands_exist() -> None:
             module = words[words.index("-m") + 1]
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
             if "--steps" in words:
-                assert (
-                    set(words[words.index("--steps") + 1 : words.index("--keep")])
-                    <= contact_steps.steps(Plan(Path(), True, 0, ())).keys()
-                )
+                named = takewhile(lambda word: word != "--keep", words[words.index("--steps") + 1 :])
+                assert set(named) <= contact_steps.steps(Plan(Path(), True, 0, ())).keys()
 
 
 def _timed(operator: str, candidate: str, median: float, mode: str = "forward", **more: Any) -> Row:
