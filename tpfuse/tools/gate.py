@@ -28,12 +28,14 @@ NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "it is one pr
 _SMALL = "3.7.1 compiles the same rows without a spill; we have not searched for rows for 3.6 only"
 _FEW = "ptxas chose so few registers that one more program fits on a multiprocessor; memory limits the kernel's speed"
 _PARTS = "operands have three bfloat16 parts; on an H100 a tile that spilled 24 bytes was faster than half of it"
-_ERF = "erf takes many registers beside 192 sums, but another group's products hide this epilogue"
+_HIDDEN = "192 sums leave few registers, above all for erf, but another group's products hide this epilogue"
 # The norm_forward kernel that spills reads rows longer than a block. The norm_backward kernel of BLOCK_C=256 computes
 # no dx, and the others compute all gradients.
 SPILLS = {
     "3.6": {
         r" float32 \w*attention_\w+ ": (32, _PARTS),
+        r" gemm_ping_pong_kernel ACTIVATION=gelu ": (104, _HIDDEN),
+        r" gemm_ping_pong_kernel ACTIVATION=swiglu ": (8, _HIDDEN),
         r"sm_90 (bfloat16|float16) all_gather_gemm_forward_kernel .*ACTIVATION=geglu ": (8, _SMALL),
         r"sm_90 (bfloat16|float16) ring_attention_forward_kernel .*RING=True .*BLOCK_D=256 DROPOUT=True ": (8, _SMALL),
         r"sm_90 (bfloat16|float16) attention_backward_dkdv_kernel .*BLOCK_D=64 .*DROPOUT=True ": (8, _SMALL),
@@ -44,12 +46,15 @@ SPILLS = {
     },
     "3.7": {
         r" float32 \w*attention_\w+ ": (72, _PARTS),
-        r" gemm_ping_pong_kernel ACTIVATION=gelu ": (112, _ERF),
+        r" gemm_ping_pong_kernel ACTIVATION=gelu ": (112, _HIDDEN),
+        r" gemm_ping_pong_kernel ACTIVATION=swiglu ": (8, _HIDDEN),
         r"layer_norm sm_80 bfloat16 norm_forward_kernel .*BLOCK_C=8192 ": (16, _FEW),
         r"layer_norm sm_80 float32 norm_backward_kernel .*BLOCK_C=256 ": (8, _FEW),
     },
     "3.9": {
         r" float32 \w*attention_\w+ ": (64, _PARTS),
+        r" gemm_ping_pong_kernel ACTIVATION=gelu ": (208, _HIDDEN),
+        r" gemm_ping_pong_kernel ACTIVATION=(gelu_tanh|silu|swiglu) ": (16, _HIDDEN),
         r"layer_norm sm_90 float16 norm_backward_kernel .*BLOCK_C=1024 ": (8, _FEW),
         r"rms_norm sm_100 bfloat16 norm_backward_kernel .*BLOCK_C=4096 ": (8, _FEW),
     },
