@@ -90,8 +90,11 @@ def _exchange(flags_ptr, abort_ptr, trace_ptr, epoch, rank, WORLD: tl.constexpr)
 def _product(
     x,
     w,
-    first_row,
-    first_n,
+    index,
+    tiles_m,
+    tiles_n,
+    owner,
+    chunk,
     M,
     N,
     K,
@@ -104,14 +107,17 @@ def _product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
-    """Return a tile of x Wᵀ in float32."""
+    """Return the owner's `index`-th tile of x Wᵀ in float32, and its first row of the owner's rows and column."""
+    pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
+    first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = load_tile(x, first_row, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
+        a = load_tile(x, owner * chunk + first_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
         b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
         acc = dot(a, b, acc)
-    return acc
+    return acc, first_m, first_n
 
 
 @triton.jit
@@ -225,11 +231,9 @@ def gemm_reduce_scatter_forward_kernel(
                 half = (owner != rank).to(tl.int32)
                 part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chunk * N
             for index in range(_first_tile(owner, most), tiles_m * tiles_n, programs):
-                pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
-                first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-                acc = _product(
-                    x, w, owner * chunk + first_m, first_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
-                    K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                acc, first_m, first_n = _product(
+                    x, w, index, tiles_m, tiles_n, owner, chunk, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+                    K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                 )  # fmt: skip
                 parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
                 for part in tl.static_range(EPILOGUE_PARTS):
@@ -246,11 +250,9 @@ def gemm_reduce_scatter_forward_kernel(
             rows = min(max(M - rank * chunk, 0), chunk)
             tiles_m = tl.cdiv(rows, BLOCK_M)
             for index in range(_first_tile(rank, most), tiles_m * tiles_n, programs):
-                pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
-                first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-                acc = _product(
-                    x, w, rank * chunk + first_m, first_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
-                    K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                acc, first_m, first_n = _product(
+                    x, w, index, tiles_m, tiles_n, rank, chunk, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+                    K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                 )  # fmt: skip
                 if exchanged == 0:
                     record(trace_ptr, COMPUTING, rank, since)
