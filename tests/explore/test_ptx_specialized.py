@@ -1,4 +1,4 @@
-"""What kernels with specialized warps need does what its definition says, and each fault of it is named.
+"""The instructions of kernels with specialized warps do what their definitions say, and each fault is named.
 
 The definitions are those of NVIDIA's PTX ISA 8.7: "barrier", "brx.idx", "setmaxnreg", "cp.async.bulk.tensor",
 "cp.async.bulk.wait_group" and "Proxies".
@@ -29,7 +29,7 @@ from tpfuse.explore.ptx import (
 
 ORDERS = [None, 0, 1, 2]  # seeds of the orders of warps
 
-# Of three warps two exchange numbers, by a barrier of their own
+# Two of three warps exchange numbers by a barrier of their own.
 PAIR = """
   mov.b32 %r1, memory;
   shl.b32 %r2, %r0, 2;

@@ -23,8 +23,8 @@ from tpfuse.testing.inputs import normal
 from tpfuse.tools.emulated import emulated
 from tpfuse.tools.operator import check_rounding, gradients
 
-# What a call has besides x and weight, and what it does: "keep" the pre-activation, take the "gradient" of the
-# activation. "columns": a weight whose columns have adjacent elements. "one": all tiles are one program's.
+# Options name what a call has besides x and weight, and what it does: "keep" the pre-activation, take the "gradient"
+# of the activation. "columns": a weight whose columns have adjacent elements. "one": all tiles are one program's.
 Options = list[str]
 
 

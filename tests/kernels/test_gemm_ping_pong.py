@@ -82,7 +82,7 @@ def test_warps_may_run_in_any_order() -> None:
     assert results(*works) == [""] * len(works)
 
 
-# What is deleted or replaced in the source, the replacement, which occurrence, and a case that shows the fault.
+# Each fault has the source that it replaces, the replacement, which occurrence, and a case that shows it.
 WAIT, RELEASE = "tma.store_wait(_SLOTS - 1)", "mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1)"
 FAULTS: dict[str, tuple[str, str, int, Work]] = {
     "copies do not wait for an empty stage": ("mbarrier.wait(empty.index(stage), parity)", "pass", 0, LONG),

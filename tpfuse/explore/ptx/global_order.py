@@ -23,7 +23,7 @@ _MOST_KEPT = 4096  # accesses, each of one instruction; a longer run without a b
 
 
 class Access(NamedTuple):
-    """What the threads of one instruction do. bulk: by a copy. low, high: the first address, and the one after all."""
+    """The accesses of one instruction. bulk: by a copy. low, high: the first address, and the one after all."""
 
     addresses: Any  # of each thread, or one of all
     warps: Array
