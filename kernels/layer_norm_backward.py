@@ -81,6 +81,7 @@ def norm_backward_kernel(
     mean_ptr,  # [M] float32, read; None for rms_norm
     rstd_ptr,  # [M] float32, read
     row_means_ptr,  # as norm_row_means_kernel wrote it, read; None where a row is one block
+    added_ptr,  # [M, C] bf16, read: what else belongs to dx; or None
     dx_ptr,  # [M, C] bf16, written; None if it is not wanted
     dweight_parts_ptr,  # [programs, C] float32, written; None if it is not wanted
     dbias_parts_ptr,  # [programs, C] float32, written; None without bias
@@ -88,6 +89,7 @@ def norm_backward_kernel(
     C,
     grad_stride,
     x_stride,
+    added_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -122,6 +124,8 @@ def norm_backward_kernel(
             dx *= rstd[:, None]
             rows = offs_m.to(tl.int64)[:, None]
             mask = mask_m[:, None] & mask_c[None, :]
+            if added_ptr is not None:
+                dx += load_rows(added_ptr, rows, added_stride, offs_c[None, :], mask)
             tl.store(dx_ptr + rows * C + offs_c[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=mask)
     offs = pid.to(tl.int64) * C + offs_c
     if dweight_parts_ptr is not None:
@@ -160,18 +164,20 @@ def norm_backward(
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
+    added: Tensor | None = None,
     *,
     with_bias: bool,
     with_x: bool = True,
     with_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (dx, dweight, dbias) for the x that `norm_forward` normalised.
+    """Return (dx + added, dweight, dbias) for the x that `norm_forward` normalised.
 
-    grad_out, x: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32; mean: None for rms_norm. dx has x's dtype,
-    dweight and dbias are [C] in weight's dtype. dx is None unless with_x, dweight unless with_weight, and dbias unless
-    with_weight and with_bias. Raise ValueError for other shapes, dtypes or devices.
+    grad_out, x, added: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32; mean: None for rms_norm. added: the
+    gradient that x has from elsewhere, as on a residual path; the sum is rounded once. dx has x's dtype, dweight and
+    dbias are [C] in weight's dtype. dx is None unless with_x, dweight unless with_weight, and dbias unless with_weight
+    and with_bias. Raise ValueError for other shapes, dtypes or devices.
     """
-    plan = _plan(grad_out, x, weight, mean, rstd, with_bias, with_x, with_weight)
+    plan = _plan(grad_out, x, weight, mean, rstd, added, with_bias, with_x, with_weight)
     (m, c), device, kinds = x.shape, x.device, plan.kinds
     read = {
         "grad_ptr": grad_out if grad_out.stride(1) == 1 else grad_out.contiguous(),
@@ -189,6 +195,7 @@ def norm_backward(
     plan.gradients.run(
         **read,
         row_means_ptr=row_means,
+        added_ptr=added if added is None or added.stride(1) == 1 else added.contiguous(),
         dx_ptr=dx,
         dweight_parts_ptr=parts[0] if kinds > 0 else None,
         dbias_parts_ptr=parts[1] if kinds > 1 else None,
@@ -213,13 +220,14 @@ class _NormBackwardPlan(NamedTuple):
 
 @planned
 def _plan(
-    grad_out: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
+    grad_out: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, added: Tensor | None,
     with_bias: bool, with_x: bool, with_weight: bool,
 ) -> _NormBackwardPlan:  # fmt: skip
     operator = "rms_norm_backward" if mean is None else "layer_norm_backward"
     check_norm(operator, x, weight)
-    check_floats(operator, x=x, grad_out=grad_out)
-    check_shape(operator, "grad_out", grad_out, tuple(x.shape))
+    check_floats(operator, x=x, grad_out=grad_out, added=added)
+    for name, gradient in (("grad_out", grad_out), ("added", added)):
+        check_shape(operator, name, gradient, tuple(x.shape))
     (m, c), device = x.shape, x.device
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         check_tensor(operator, name, statistic, (m,), (torch.float32,), ("x", x))
@@ -228,7 +236,8 @@ def _plan(
     programs = min(tiles, cdiv(multiprocessors(device) * max(_WARPS // row.num_warps, 1), columns))
     sizes = {"M": m, "C": c, "grad_stride": row_stride(grad_out), "x_stride": row_stride(x)}
     row_means = row.launch(norm_row_means_kernel, (tiles,), **sizes) if columns > 1 and with_x else None
-    gradients = row.launch(norm_backward_kernel, (programs, columns), **sizes)
+    added_stride = 0 if added is None else row_stride(added)
+    gradients = row.launch(norm_backward_kernel, (programs, columns), **sizes, added_stride=added_stride)
     kinds, sums = (2 if with_bias else 1) if with_weight else 0, None
     if with_weight:
         row = choose_configuration("layer_norm_sum_parts", device, torch.float32)

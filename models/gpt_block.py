@@ -138,6 +138,7 @@ class Block(nn.Module):
     def forward(
         self, x_mC: Tensor, sharded: ShardedBatch, state: DropoutState | None, cache: KeyValueCache | None
     ) -> Tensor:
-        x_mC = self.attn(self.ln_1(x_mC), x_mC, sharded, state, cache)
-        z_mC: Tensor = self.mlp(self.ln_2(x_mC), x_mC, state)
+        y_mC, x_mC = self.ln_1(x_mC, with_input=True)
+        y_mC, x_mC = self.ln_2(self.attn(y_mC, x_mC, sharded, state, cache), with_input=True)
+        z_mC: Tensor = self.mlp(y_mC, x_mC, state)
         return z_mC

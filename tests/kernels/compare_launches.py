@@ -213,7 +213,8 @@ def _row_calls() -> Iterator[partial[Any]]:
         for given in _varied({"x": rows, **of_row}, "bias"):
             yield partial(norm_forward, **given, eps=1e-5, centered=centered)
         statistics = {"mean": numbers, "rstd": numbers}
-        for given in _varied({"grad_out": rows, "x": rows, "weight": of_row["weight"], **statistics}, "mean"):
+        read = {"grad_out": rows, "x": rows, "weight": of_row["weight"], **statistics, "added": rows}
+        for given in _varied(read, "mean", "added"):
             for wanted in ((True, True, True), (False, True, True), (True, False, True), (True, True, False)):
                 flags = dict(zip(("with_bias", "with_x", "with_weight"), wanted, strict=True))
                 yield partial(norm_backward, **given, **flags)

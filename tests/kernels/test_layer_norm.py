@@ -14,10 +14,10 @@ from tpfuse.testing.inputs import integers, normal
 
 
 def _both(x: Tensor, grad: Tensor, *, rms: bool) -> dict[str, Tensor]:
-    """Return all results of forward and backward, by name."""
+    """Return all results of forward and backward, by name; the gradient also comes by a residual path."""
     weight, bias = normal(8, x.shape[1], dtype=x.dtype), normal(9, x.shape[1], dtype=x.dtype)
     out, mean, rstd = norm_forward(x, weight, None if rms else bias, 1e-5, centered=not rms)
-    dx, dweight, dbias = norm_backward(grad, x, weight, mean, rstd, with_bias=not rms)
+    dx, dweight, dbias = norm_backward(grad, x, weight, mean, rstd, grad, with_bias=not rms)
     results = {"out": out, "mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
     return {name: y for name, y in results.items() if y is not None}
 
@@ -69,7 +69,7 @@ def test_values_that_are_not_finite_stay_in_their_row(rms: bool, columns: int, v
     norm = F.rms_norm(leaf, (columns,), weight, 1e-5) if rms else F.layer_norm(leaf, (columns,), weight, bias, 1e-5)
     norm.backward(grad)
     results = _both(x, grad, rms=rms)
-    for actual, expected in ((results["out"], norm.detach()), (results["dx"], leaf.grad)):
+    for actual, expected in ((results["out"], norm.detach()), (results["dx"], leaf.grad + grad)):
         assert torch.equal(actual.isnan(), expected.isnan())
         assert torch.equal(actual.isfinite().all(1), torch.arange(40) != 7)
     assert results["dweight"].isnan().any()
@@ -112,6 +112,8 @@ test_bad_input_of_backward = refusals(
     "rms_norm_backward: ",
     ({"grad_out": ROWS[1:]}, "grad_out has shape"),
     ({"grad_out": ROWS.half()}, "grad_out is torch.float16"),
+    ({"added": ROWS[1:]}, "added has shape"),
+    ({"added": ROWS.half()}, "added is torch.float16"),
     ({"rstd": ROW}, r"rstd has shape \(8,\): expected \(4,\)"),
     ({"rstd": ROW[:4].double()}, "rstd is torch.float64: expected float32"),
 )

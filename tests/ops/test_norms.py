@@ -16,7 +16,7 @@ from tests.support.tiers import exhaustive, pairwise
 from tpfuse.choices import Kernels
 from tpfuse.comm.mesh import group_of
 from tpfuse.kernels import reference
-from tpfuse.ops.layer_norm import layer_norm
+from tpfuse.ops.layer_norm import layer_norm, layer_norm_and_input
 from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected
@@ -41,8 +41,14 @@ class Norm:
         return self.plain(x, *map(parameters.get, self.parameters), 1e-5)
 
 
+def _residual(x: Tensor, *others: Any, **options: Any) -> Tensor:
+    y, x = layer_norm_and_input(x, *others, **options)
+    return x + y
+
+
 NORMS = {
     "layer_norm": Norm(layer_norm, reference.layer_norm, ("weight", "bias")),
+    "residual": Norm(_residual, lambda x, *others: x + reference.layer_norm(x, *others), ("weight", "bias")),
     "rms_norm": Norm(rms_norm, reference.rms_norm, ("weight",)),
 }
 BOTH = pytest.mark.parametrize("name", ["torch", "triton"])
@@ -145,6 +151,17 @@ def test_a_result_may_have_no_gradient(norm: Norm, name: Kernels) -> None:
     assert torch.equal(given["x"].grad, torch.ones(5, 33)) and not given["weight"].grad
 
 
+def test_a_residual_path_needs_no_addition_of_its_own() -> None:
+    x = normal(1, 2, 3, 16).requires_grad_()
+    with use(kernels="triton"):
+        y, same = layer_norm_and_input(x * 1, None, None, 1e-5)
+        (grad,) = torch.autograd.grad(same.sum(), x, retain_graph=True)  # nothing uses the norm
+        assert y.grad_fn.next_functions[0][0] is same.grad_fn.next_functions[0][0]
+        with torch.no_grad():
+            assert layer_norm_and_input(x, None, None, 1e-5)[1] is x
+    assert torch.equal(grad, torch.ones(2, 3, 16))
+
+
 def test_views_and_transposed_inputs() -> None:
     x, grad = normal(1, 4, 63, 10, 2)[..., 1].transpose(1, 2), normal(2, 4, 10, 63)
     outs = []
@@ -163,7 +180,8 @@ def test_operators_are_registered_correctly(centered: bool, with_bias: bool) -> 
     bias = normal(4, 16).requires_grad_() if with_bias else None
     torch.library.opcheck(torch.ops.tpfuse.norm_forward.default, (x, weight, bias, 1e-5, centered))
     mean, rstd = normal(5, 5 if centered else 0), normal(6, 5)
-    arguments = (x.detach(), x.detach(), weight.detach(), mean, rstd)
+    added = x.detach() if with_bias else None
+    arguments = (x.detach(), x.detach(), weight.detach(), mean, rstd, added)
     torch.library.opcheck(torch.ops.tpfuse.norm_backward.default, (*arguments, centered, with_bias, True, with_bias))
 
 

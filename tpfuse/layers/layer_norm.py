@@ -1,7 +1,7 @@
 """LayerNorm on sequence shards: replicated weights whose gradients are summed over the ranks."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tpfuse.comm.layout import has_values
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, last_dimension, take_
-from tpfuse.ops.layer_norm import layer_norm
+from tpfuse.ops.layer_norm import layer_norm, layer_norm_and_input
 
 
 class LayerNorm(OnMesh, nn.LayerNorm):
@@ -60,9 +60,13 @@ class LayerNorm(OnMesh, nn.LayerNorm):
         take_(layer, norm)
         return layer
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the layer norm of input [..., C], in its shape."""
+    def forward(self, input: Tensor, *, with_input: bool = False) -> Any:
+        """Return the layer norm of input [..., C], in its shape; with_input: (layer norm, input).
+
+        with_input: for a residual path, which continues with the input returned (`layer_norm_and_input`).
+        """
         weight, bias = self.weight, self.bias
         if isinstance(weight, DTensor) or isinstance(bias, DTensor):
             weight, bias = local_of(self, "weight"), local_of(self, "bias")
-        return layer_norm(input, weight, bias, self.eps, sum_gradients_over=self.group if self.sum_gradients else None)
+        function = layer_norm_and_input if with_input else layer_norm
+        return function(input, weight, bias, self.eps, sum_gradients_over=self.group if self.sum_gradients else None)

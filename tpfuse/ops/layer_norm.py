@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group
@@ -17,7 +18,7 @@ from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.launch import planned
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward
-from tpfuse.ops.autograd import once_differentiable, registered, wanted_gradients
+from tpfuse.ops.autograd import apply, once_differentiable, registered, wanted_gradients
 from tpfuse.ops.collectives import replicate
 from tpfuse.switches import use_triton
 
@@ -36,7 +37,24 @@ def layer_norm(
     rows; None if this rank has all rows or the caller sums the gradients. Raise ValueError for other shapes, integers,
     or tensors on several devices.
     """
-    return norm("layer_norm", x, weight, bias, eps, sum_gradients_over, centered=True)
+    return norm("layer_norm", x, weight, bias, eps, sum_gradients_over, centered=True)  # type: ignore[no-any-return]
+
+
+def layer_norm_and_input(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    sum_gradients_over: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (layer norm of x, x), for a residual path, x + block(layer norm of x).
+
+    Where Triton computes, one pass of backward computes the norm's gradient and adds that of the x returned, and rounds
+    the sum once. Autograd would add the two in a pass of its own. Arguments and errors: as in `layer_norm`.
+    """
+    operator = "layer_norm"
+    return norm(operator, x, weight, bias, eps, sum_gradients_over, centered=True, with_input=True)  # type: ignore[no-any-return]
 
 
 def norm(
@@ -48,22 +66,27 @@ def norm(
     sum_gradients_over: dist.ProcessGroup | None,
     *,
     centered: bool,
-) -> Tensor:
-    """Return the norm of x. centered: layer_norm if true, otherwise rms_norm."""
+    with_input: bool = False,
+) -> Any:
+    """Return the norm of x; with_input: (norm, x). centered: layer_norm if true, otherwise rms_norm."""
     if sum_gradients_over is not None:
         check_group(operator, sum_gradients_over)
     triton = _check(operator, x, weight, bias)
     if sum_gradients_over is not None:
         weight = None if weight is None else replicate(weight, sum_gradients_over)
         bias = None if bias is None else replicate(bias, sum_gradients_over)
+    shape = (x.shape[-1],)
     if not triton:
-        shape = (x.shape[-1],)
-        return F.layer_norm(x, shape, weight, bias, eps) if centered else F.rms_norm(x, shape, weight, eps)
-    weight = x.new_ones(x.shape[-1]) if weight is None else weight
-    if x.ndim == 2:
-        return _forward(x, weight, bias, eps, centered)[0]  # type: ignore[no-any-return]
-    out: Tensor = _forward(x.reshape(-1, x.shape[-1]), weight, bias, eps, centered)[0]
-    return out.view(x.shape)
+        out = F.layer_norm(x, shape, weight, bias, eps) if centered else F.rms_norm(x, shape, weight, eps)
+        return (out, x) if with_input else out
+    weight = x.new_ones(shape) if weight is None else weight
+    rows = x if x.ndim == 2 else x.reshape(-1, *shape)
+    if with_input and x.requires_grad and torch.is_grad_enabled():
+        out, _, _, rows = apply(_AndInput, rows, weight, bias, eps, centered)
+        return (out, rows) if x.ndim == 2 else (out.view(x.shape), rows.view(x.shape))
+    out = _forward(rows, weight, bias, eps, centered)[0]
+    out = out if x.ndim == 2 else out.view(x.shape)
+    return (out, x) if with_input else out
 
 
 @planned
@@ -101,12 +124,12 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 
 @registered("tpfuse::norm_backward")
 def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, centered: bool,
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, added: Tensor | None, centered: bool,
     with_bias: bool, with_x: bool, with_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dx, dweight, dbias), with an empty tensor for each gradient that is not wanted."""
+    """Return (dx + added, dweight, dbias), with an empty tensor for each gradient that is not wanted."""
     dx, dweight, dbias = norm_backward(
-        grad, x, weight, mean if centered else None, rstd,
+        grad, x, weight, mean if centered else None, rstd, added,
         with_bias=with_bias, with_x=with_x, with_weight=with_weight,
     )  # fmt: skip
     dx = x.new_empty(0) if dx is None else dx
@@ -130,14 +153,28 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 @once_differentiable
-def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    added = others[2] if len(others) > 2 else None  # the gradient of the x that `_AndInput` returned
     if grad is None:  # a function that used the result has no gradient for it
-        return None, None, None, None, None
+        return added, None, None, None, None
     needs_x, needs_weight, needs_bias, *_none = wanted_gradients(ctx)
     dx, dweight, dbias = _gradients(
-        grad, *ctx.saved_tensors, ctx.centered, needs_bias, needs_x, needs_weight or needs_bias
-    )
+        grad, *ctx.saved_tensors, added if needs_x else None, ctx.centered,
+        needs_bias, needs_x, needs_weight or needs_bias,
+    )  # fmt: skip
     return dx if needs_x else None, dweight if needs_weight else None, dbias if needs_bias else None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _AndInput(Function):
+    """Returns the results of `_forward` and x itself."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return *output, inputs[0]
+
+    backward = staticmethod(_backward)

@@ -66,16 +66,18 @@ class LayerNormShape(NormShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch every width with a bias, and one of GPT-2's widths also without it.
+    """Launch every width with a bias and a residual path's gradient, and one of GPT-2's widths also without a bias.
 
-    The shortest and the longest rows are also launched for dx alone, and for the gradients of weight and bias alone.
+    The shortest and the longest rows are also launched without that gradient, for dx alone, and for the gradients of
+    weight and bias alone.
     """
     for columns, with_bias in [(c, True) for c in WIDTHS] + [(768, False)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
         _, mean, rstd = norm_forward(x, weight, weight if with_bias else None, EPS, centered=True)
-        norm_backward(x, x, weight, mean, rstd, with_bias=with_bias)
+        norm_backward(x, x, weight, mean, rstd, x, with_bias=with_bias)
         if columns in (WIDTHS[0], WIDTHS[-1]):
+            norm_backward(x, x, weight, mean, rstd, with_bias=True)
             norm_backward(x, x, weight, mean, rstd, with_bias=True, with_weight=False)
             norm_backward(x, x, weight, mean, rstd, with_bias=True, with_x=False)
 
