@@ -108,9 +108,9 @@ def block(sizes: ModelSizes, share: RankShare, program: TrainingProgram) -> tupl
     hidden = float(rows) * inner
     # Forward: two norms read and write, two additions read two tensors and write one, the activation reads its inputs.
     forward = between * HALF * (2 * 2 + 2 * 3) + hidden * HALF * (2 + sizes.gated)
-    # Backward: a norm reads its input and a gradient and writes one, which an addition adds to the residual's; the
-    # activation writes a gradient for each input.
-    backward = between * HALF * 2 * (3 + 3) + hidden * HALF * (3 + 2 * sizes.gated)
+    # Backward: a norm reads its input and a gradient and writes one. It adds the residual's gradient in the GPT;
+    # elsewhere an addition does. The activation writes a gradient for each input.
+    backward = between * HALF * 2 * (3 + (1 if sizes.is_gpt else 3)) + hidden * HALF * (3 + 2 * sizes.gated)
     added = sizes.block_parameters / tp * (program.parameter_bytes + 2 * program.gradient_bytes)
     if sizes.dropout:
         forward, backward = forward + 2 * between, backward + 2 * between * (1 + 2 * HALF)
