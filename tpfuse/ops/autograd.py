@@ -50,6 +50,16 @@ def no_view(x: Tensor) -> Tensor:
     return whole
 
 
+def is_observed(x: Tensor) -> bool:
+    """Return whether a mode of torch, a transform, a tangent, torch.compile or a subclass of tensors sees calls on x.
+
+    Then torch's own function takes the place of one that consists of several.
+    """
+    if torch.compiler.is_compiling() or _MODES() or _TRANSFORMS() or forward_ad._current_level >= 0:
+        return True
+    return type(x) is not Tensor or _IS_WRAPPED(x)
+
+
 def refuse_tangents(operator: str, *inputs: object) -> None:
     """Raise RuntimeError if an input has a tangent, of which the operator's result would have none.
 
