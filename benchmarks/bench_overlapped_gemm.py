@@ -124,13 +124,15 @@ def _scattering(shape: GemmReduceScatterShape, bench: Bench) -> Built:
         return gemm_reduce_scatter_forward(x, weight, group.endpoint)
 
     def check() -> dict[str, str]:
-        """Check the sum, which is this rank's own: the other ranks' partial sums are zeros."""
+        """Check the sum, which is this rank's own: the other ranks' partial sums are zeros; and what others receive."""
         group.signalled()
         with unwritten_memory_is_nan():
             out = fused()
-        pushed = group.stored(m * shape.N).reshape(shape.M, shape.N)
-        own = verdict(lambda: _check(out, x[group.rank * m : (group.rank + 1) * m], weight))
-        return {OURS: own or verdict(lambda: _check(pushed, x, weight))}
+        rows = x.view(shape.world, m, -1)
+        others = [owner for owner in range(shape.world) if owner != group.rank]
+        pushed = group.stored(m * shape.N)[others].view(-1, shape.N)
+        own = verdict(lambda: _check(out, rows[group.rank], weight))
+        return {OURS: own or (verdict(lambda: _check(pushed, rows[others].flatten(0, 1), weight)) if others else "")}
 
     def plain(_: object) -> Tensor:
         return gemm_forward(x, weight)[0]
