@@ -141,7 +141,7 @@ class TokenFiles:
 
 def _opened(layouts: Sequence[TokenLayout], vocab_size: int) -> list[_File]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = 1024 + 2 * len(layouts)  # what else is open, and the files
+    count = len([*Path("/proc/self/fd").iterdir()]) + 1024 + 2 * len(layouts)  # what is open, will be, and the files
     if soft < count and soft != resource.RLIM_INFINITY:  # the usual limit is 1024 files; data may have more
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
