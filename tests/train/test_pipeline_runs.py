@@ -76,13 +76,13 @@ def broken(trainer: Trainer, kind: str, layer: int) -> Iterator[None]:
         local_tensor(block.mlp.c_fc.weight).fill_(inf)
         yield
     elif kind == "output":
-        with block.mlp.c_fc.register_forward_hook(lambda _module, _inputs, output: output * inf):
+        with block.ln_2.register_forward_hook(lambda _module, _inputs, output: (output[0] * inf, output[1])):
             yield
     else:
 
-        def times_infinity(_module: object, _inputs: object, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: gradient * inf)
+        def times_infinity(_module: object, _inputs: object, output: tuple[Tensor, Tensor]) -> None:
+            if output[0].requires_grad:
+                output[0].register_hook(lambda gradient: gradient * inf)
 
         with block.ln_2.register_forward_hook(times_infinity):
             yield
@@ -102,7 +102,7 @@ def stopped_by(layout: Layout, kind: str, layer: int) -> str:
 
 MESSAGES = {
     "parameter": r"the parameter transformer\.h\.LAYER\.mlp\.c_fc\.weight is not finite",
-    "output": r"the first output that is not finite is that of transformer\.h\.LAYER\.mlp\.c_fc",
+    "output": r"the first output that is not finite is that of transformer\.h\.LAYER\.ln_2",
     "gradient": r"backward: the first gradient that is not finite is that of transformer\.h\.LAYER\.ln_2\.",
 }
 

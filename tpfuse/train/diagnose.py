@@ -6,14 +6,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
 from tpfuse.zero.micro_batches import MicroBatches
 
 
-def _finite(x: Any) -> bool:
-    return not isinstance(x, Tensor) or not x.is_floating_point() or bool(torch.isfinite(local_tensor(x)).all())
+def _finite(output: Any) -> bool:
+    """Return whether all floats of a tensor are finite, and those of all tensors in tuples, lists and dicts."""
+    floats = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point())
+    return all(bool(torch.isfinite(local_tensor(x)).all()) for x in floats)
 
 
 @torch.no_grad()
