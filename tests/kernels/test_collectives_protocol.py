@@ -23,7 +23,7 @@ from tpfuse.kernels import (
     attention_merge,
     cross_entropy,
     endpoint,
-    gemm_ping_pong,
+    ping_pong,
     reduce_scatter,
     signal_wait,
     signals,
@@ -144,5 +144,5 @@ def test_every_synchronisation_line_of_a_kernel_belongs_to_a_suite() -> None:
     assert {module for module, _ in tested} <= {module for module, _ in lines}
     left = {module for module, _ in lines - tested}
     # Their barriers order warps: the emulator's business.
-    within = {attention_merge.__name__, cross_entropy.__name__, gemm_ping_pong.__name__}
+    within = {attention_merge.__name__, cross_entropy.__name__, ping_pong.__name__}
     assert left <= {signal_wait.__name__} | within, "test_signal_wait.py: nothing comes after its wait that could race"
