@@ -3,7 +3,8 @@
 The cost of the protocol is measured beside the plain gemm kernel (`kernels/gemm.py`) on the same whole matrices, and
 nothing waits:
 
-    all_gather_gemm      the other ranks' chunks are in `gathered`, and their words of `ready` say so
+    all_gather_gemm      the other ranks' chunks are in `gathered`, and their words of `ready` say so. On an H100 or
+                         H200 both products in Gluon have rows too, where they can compute the result
     gemm_reduce_scatter  the slots of all ranks are on this GPU, and the others have signalled: the tiles are pushed
                          into slots, and this rank's rows are summed over the sources. That sum reads as many bytes as
                          the product has written, as a separate reduce-scatter would; the peer "gemm, then sum" does so
@@ -17,6 +18,7 @@ between them, where both take about the same time, has a row too.
 """
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,7 +31,9 @@ from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.all_gather_gemm_ping_pong import all_gather_gemm_ping_pong, gather_ping_pong_problem
 from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm_ping_pong import gemm_ping_pong
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
@@ -38,6 +42,7 @@ from tpfuse.tools.operators.all_gather_gemm import AllGatherGemmShape
 from tpfuse.tools.operators.gemm_reduce_scatter import GemmReduceScatterShape
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
+GLUON, GLUON_GEMM = "Gluon kernel", "Gluon gemm"
 GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host memory"
 KINDS = ("gather", "scatter", "link")  # the first words of the cases' names
 LAYERS = ((LLAMA_7B, 4), (LLAMA_70B, 8))  # models and ranks
@@ -98,21 +103,32 @@ def _gathering(shape: AllGatherGemmShape, bench: Bench) -> Built:
     def present() -> None:
         group.ready[:] = group.next_epoch()
 
-    def fused(_: object = None) -> Tensor:
-        return all_gather_gemm_forward(
-            x, weight, bias, gathered, group.ready, group.endpoint, activation=shape.activation, copied=True
-        )[0]
+    arguments = x, weight, bias, gathered, group.ready, group.endpoint
 
-    def check() -> dict[str, str]:
-        present()
-        with unwritten_memory_is_nan():
-            out = fused()
-        return {OURS: verdict(lambda: _check(out, whole, weight, bias, shape.activation))}
+    def fused(_: object = None) -> Tensor:
+        return all_gather_gemm_forward(*arguments, activation=shape.activation, copied=True)[0]
 
     def plain(_: object) -> Tensor:
         return gemm_forward(whole, weight, bias, activation=shape.activation)[0]
 
-    return check, [_measurement(GATHER, shape, Candidate(OURS, fused, prepare=present), Candidate(GEMM, plain))]
+    gathers: dict[str, Callable[[object], Tensor]] = {OURS: fused}
+    products: dict[str, Callable[[object], Tensor]] = {GEMM: plain}
+    if not gather_ping_pong_problem(x, weight, bias, gathered, shape.activation):
+        gathers[GLUON] = lambda _: all_gather_gemm_ping_pong(*arguments, activation=shape.activation)[0]
+        products[GLUON_GEMM] = lambda _: gemm_ping_pong(whole, weight, bias, activation=shape.activation)[0]
+
+    def check() -> dict[str, str]:
+        verdicts = {}
+        for name, run in gathers.items():
+            present()
+            with unwritten_memory_is_nan():
+                out = run(None)
+            verdicts[name] = verdict(partial(_check, out, whole, weight, bias, shape.activation))
+        return verdicts
+
+    candidates = [Candidate(name, run, prepare=present) for name, run in gathers.items()]
+    candidates += [Candidate(name, run) for name, run in products.items()]
+    return check, [_measurement(GATHER, shape, *candidates)]
 
 
 def _scattering(shape: GemmReduceScatterShape, bench: Bench) -> Built:

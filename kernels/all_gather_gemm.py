@@ -19,7 +19,7 @@ launches with different numbers of copiers share these words. An aborted launch 
 zeroed with the signals.
 
 With `copied`, copy engines write the chunks, and all programs multiply: `kernels/engine_gather.py` describes that
-protocol.
+protocol. Where a row of the table says PING_PONG, `all_gather_gemm_ping_pong` computes such a product if it can.
 
 Ordinary loads read x and what copiers have written, because a signal orders ordinary loads; the weight is read by TMA
 where its layout permits. A reduction is never split and runs in the order of k, so that results are those of `gemm`
@@ -29,6 +29,7 @@ Multiplying chunks as they arrive is described by Wang et al., ASPLOS 2023 (over
 arXiv:2406.06858.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -252,6 +253,10 @@ def all_gather_gemm_forward(
     too few, and for a channel of one program, which cannot both copy and multiply.
     """
     plan = _plan(x, weight, bias, gathered, ready, endpoint, activation, keep_own, copied, other_tiles)
+    if plan.ping_pong is not None:
+        return plan.ping_pong(
+            x, weight, bias, gathered, ready, endpoint, activation=activation, keep_preactivation=keep_preactivation
+        )
     out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
     preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
     plan.product.run(
@@ -268,13 +273,14 @@ def all_gather_gemm_forward(
 
 
 class _GatherPlan(NamedTuple):
-    """The sizes and the launch of a call."""
+    """The sizes and the launch of a call. ping_pong: the launcher that takes its place, or None."""
 
     # The result is [rows, width]. The product has `columns`, gate and up included.
     rows: int
     width: int
     columns: int
     product: Launch
+    ping_pong: Callable[..., tuple[Tensor, Tensor | None]] | None
 
 
 @planned
@@ -291,11 +297,7 @@ def _plan(
     other_tiles: bool,
 ) -> _GatherPlan:
     operator = "all_gather_gemm"
-    m, k, n = check_product(operator, x, weight, bias, activation, gathered=gathered)
-    check_device(operator, "the channel", endpoint.slots, "x", x)
-    check_ready(operator, ready, endpoint)
-    check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
-    check_contiguous(operator, "gathered", gathered)
+    m, k, n = check_gather(operator, x, weight, bias, gathered, ready, endpoint, activation)
     if copied and keep_own:
         raise ValueError(
             f"{operator}: keep_own is True: expected False with copied, where copy engines also copy this rank's chunk"
@@ -308,7 +310,11 @@ def _plan(
         M=m, N=width, K=k, chunks=endpoint.world, programs=max(endpoint.programs - 1, 1),
         gated=int(up is not None), unaligned=int(not aligned), other_tiles=other_tiles,
     )  # fmt: skip
-    tiles = endpoint.world * cdiv(m, row.blocks["BLOCK_M"]) * cdiv(width, row.blocks["BLOCK_N"])
+    blocks = dict(row.blocks)
+    ping_pong = None
+    if blocks.pop("PING_PONG", False) and copied:
+        ping_pong = _ping_pong(x, weight, bias, gathered, activation)
+    tiles = endpoint.world * cdiv(m, blocks["BLOCK_M"]) * cdiv(width, blocks["BLOCK_N"])
     copiers = 0 if copied else _copiers(operator, row, x, ready, endpoint)
     arguments = {
         "M": m,
@@ -320,14 +326,42 @@ def _plan(
         "KEEP_OWN": keep_own,
         "ACTIVATION": activation or "none",
         "K_ADJACENT": k_adjacent,
-        **row.blocks,
+        **blocks,
         "COPIERS": copiers,
-        "TMA": aligned and row.blocks["TMA"],
+        "TMA": aligned and blocks["TMA"],
         **endpoint.arguments(),
     }
-    grid = (_programs(operator, endpoint, tiles, copiers),)
+    grid = _grid(operator, endpoint, tiles, copiers) if copiers else programs_beside_copies(tiles, endpoint)
     product = Launch(all_gather_gemm_forward_kernel, grid, arguments, row.num_warps, row.num_stages)
-    return _GatherPlan(endpoint.world * m, width, n, product)
+    return _GatherPlan(endpoint.world * m, width, n, product, ping_pong)
+
+
+def _ping_pong(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gathered: Tensor, activation: str | None
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    from tpfuse.kernels import all_gather_gemm_ping_pong  # it imports Gluon, as `gemm_ping_pong` does
+
+    problem = all_gather_gemm_ping_pong.gather_ping_pong_problem(x, weight, bias, gathered, activation)
+    return None if problem else all_gather_gemm_ping_pong.all_gather_gemm_ping_pong
+
+
+def check_gather(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gathered: Tensor,
+    ready: Tensor,
+    endpoint: Endpoint,
+    activation: str | None,
+) -> tuple[int, int, int]:
+    """Return (m, K, N). Raise ValueError unless the arguments are those of `all_gather_gemm_forward`."""
+    m, k, n = check_product(operator, x, weight, bias, activation, gathered=gathered)
+    check_device(operator, "the channel", endpoint.slots, "x", x)
+    check_ready(operator, ready, endpoint)
+    check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
+    check_contiguous(operator, "gathered", gathered)
+    return m, k, n
 
 
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:
@@ -337,12 +371,15 @@ def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoi
     return endpoint.grid(operator, x.nbytes, wanted)[0]
 
 
-def _programs(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> int:
-    """Return the number of all programs. Without a tile one program waits for all ranks and advances the epoch."""
-    if copiers == 0:
-        return max(min(tiles, endpoint.programs - 1), 1)
+def programs_beside_copies(tiles: int, endpoint: Endpoint) -> tuple[int]:
+    """Return how many programs multiply beside copy engines. One of them at least advances the epoch."""
+    return (max(min(tiles, endpoint.programs - 1), 1),)
+
+
+def _grid(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> tuple[int]:
+    """Return the number of all programs. Without a tile copiers alone wait for all ranks and advance the epoch."""
     if tiles and endpoint.programs == copiers:
         raise ValueError(
             f"{operator}: a channel of 1 program: expected at least 2, one that copies, one that multiplies"
         )
-    return copiers + min(tiles, endpoint.programs - copiers)
+    return (copiers + min(tiles, endpoint.programs - copiers),)

@@ -17,7 +17,8 @@ threads, and one of them signals: the barrier of the program before the release 
 and older do not insert by themselves, triton PR 10816) orders the others' reads and writes before it; the value that a
 wait returns reaches the other threads through shared memory and a barrier of the program. Nothing here orders the
 asynchronous proxy: data that is signalled must not have been stored by TMA, because Triton 3.7 and older wait only for
-the reads of TMA stores (triton PR 10415), and must be read by ordinary loads.
+the reads of TMA stores (triton PR 10415), and must be read by ordinary loads, or by TMA behind a fence between the
+proxies, as in `all_gather_gemm_ping_pong`.
 
 A program waits for programs of peers, or for earlier ones of its own grid, never for a later one of its grid, so that
 the only requirement is that all programs of a grid run at once. A launch whose wait is cut short by the abort word

@@ -66,7 +66,7 @@ def now(trace_ptr):
     if trace_ptr is not None:
         return _clock()
     else:
-        return tl.full((), 0, tl.int64)
+        return tl.cast(0, tl.int64)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def record(trace_ptr, kind, peer, since):
 @triton.jit
 def nobody():
     """Return the peer of a wait that has not begun."""
-    return tl.full((), _NOBODY, tl.int32)
+    return tl.cast(_NOBODY, tl.int32)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from tpfuse.explore.fresh_modules import fresh
 from tpfuse.explore.ptx import PtxError
-from tpfuse.kernels import gemm_ping_pong, launch, reference
+from tpfuse.kernels import gemm_ping_pong, launch, ping_pong, reference
 from tpfuse.kernels.activations import GATED
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.emulated import emulated
@@ -83,15 +82,13 @@ def values(
 
 
 def planted(old: str, new: str, number: int, work: list[Any]) -> str:
-    """Run a work with a copy of the module, in which the occurrence `number` of a text is replaced."""
-    parts = inspect.getsource(gemm_ping_pong).split(old)
+    """Run a work with a copy of `ping_pong`, in which the occurrence `number` of a text is replaced."""
+    parts = inspect.getsource(ping_pong).split(old)
     if len(parts) < number + 2:
         return f"{old!r} is not in the source {number + 1} times"
     source = old.join(parts[: number + 1]) + new + old.join(parts[number + 1 :])
-    name = gemm_ping_pong.__name__
-    with fresh([gemm_ping_pong], {name: source}) as copies:
-        module: ModuleType = copies[0]
-        return values(*work, module=module)
+    with fresh([ping_pong, gemm_ping_pong], {ping_pong.__name__: source}) as copies:
+        return values(*work, module=copies[1])
 
 
 def without(pattern: str, number: int, work: list[Any]) -> str:

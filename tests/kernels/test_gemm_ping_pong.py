@@ -3,9 +3,6 @@
 Gluon has no interpreter. The cases run in a Python that does not interpret kernels (`ping_pong_cases`).
 """
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from tests.support.compilations import TRITONS, compiling
+from tests.support.compilations import TRITONS, answers
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_ping_pong import gemm_ping_pong, gemm_ping_pong_gradient
@@ -25,11 +22,8 @@ Work = tuple[Any, ...]
 
 
 def results(*works: Work, version: str = HERE) -> list[str]:
-    """Return what `ping_pong_cases` prints for the works, under a version of Triton that `make test` has installed."""
-    command = [sys.executable, str(Path(__file__).with_name("ping_pong_cases.py"))]
-    done = subprocess.run(command, input=json.dumps(works), env=compiling(version), text=True, stdout=subprocess.PIPE)
-    assert done.returncode == 0
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    """Return what `ping_pong_cases` prints for the works."""
+    return answers(Path(__file__).with_name("ping_pong_cases.py"), works, version)
 
 
 # (M, N of the result, K, activation, dtype, options); one program has four tiles, which have tails in each direction.

@@ -2,7 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
@@ -28,6 +32,14 @@ def compiling(version: str = triton.__version__) -> dict[str, str]:
             pytest.skip(f"Triton {version} is not in {folder}: `make build/triton-{version}`")
         folders.insert(0, str(folder))
     return environment | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+def answers(script: Path, works: Sequence[Any], version: str = triton.__version__) -> list[Any]:
+    """Return the lines of JSON that a script prints for works, which it reads as JSON, under a version of Triton."""
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, input=json.dumps(works), env=compiling(version), text=True, stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def read_report(text: str) -> CompilationReport:

@@ -57,6 +57,7 @@ class Doubling(Shape):
     rows: int
     broken: Callable[[Configuration], bool]
     factor: float
+    operator: str = "toy"
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -69,7 +70,7 @@ class Doubling(Shape):
         return {"forward": CallCost(0.0, 1e9)}
 
     def launch(self, x: Tensor) -> tuple[Tensor, ...]:
-        row = choose_configuration("toy", CPU, torch.bfloat16, M=self.rows)
+        row = choose_configuration(self.operator, CPU, torch.bfloat16, M=self.rows)
         _Clock.last = row
         if self.broken(row):
             return (x * self.factor,)
@@ -195,9 +196,13 @@ def test_the_present_row_stays_unless_it_is_wrong_but_is_measured(
     assert best.measured.startswith("Toy GPU")
 
 
-@pytest.mark.parametrize(("plain", "taken"), [(0.7, True), (0.5, False)])
-def test_what_takes_the_place_of_plain_torch_must_be_faster_than_it(plain: float, taken: bool, table: Path) -> None:
-    table.write_text(TEXT.replace("FAST = false", "PING_PONG = false"))
+@pytest.mark.parametrize(
+    ("operator", "plain", "taken"), [("gemm", 0.7, True), ("gemm", 0.5, False), ("all_gather_gemm", 0.5, True)]
+)
+def test_what_takes_the_place_of_plain_torch_must_be_faster_than_it(
+    operator: str, plain: float, taken: bool, table: Path
+) -> None:
+    table.write_text(TEXT.replace("FAST = false", "PING_PONG = false").replace("toy", operator))
     configurations.forget()
 
     def measure(call: Callable[[], object]) -> float:
@@ -206,7 +211,8 @@ def test_what_takes_the_place_of_plain_torch_must_be_faster_than_it(plain: float
         call()
         return 0.6 if _Clock.last.blocks["PING_PONG"] else 1.0
 
-    (best,) = tune(["toy"], _tuner(measure), [_toy(1000)], {"toy": ({"PING_PONG": (False, True)},)}, table)
+    trial = Trial(Doubling(1000, lambda row: False, 2.1, operator), "forward")
+    (best,) = tune([operator], _tuner(measure), [trial], {operator: ({"PING_PONG": (False, True)},)}, table)
     assert best.blocks["PING_PONG"] == taken
 
 

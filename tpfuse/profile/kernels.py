@@ -12,6 +12,7 @@ from pathlib import Path
 PROGRAMS = {
     "all_gather_forward_kernel": "collectives",
     "all_gather_gemm_forward_kernel": "all_gather_gemm",
+    "all_gather_gemm_ping_pong_kernel": None,
     "all_reduce_one_shot_kernel": "collectives",
     "all_reduce_two_shot_kernel": "collectives",
     "all_to_all_forward_kernel": "collectives",

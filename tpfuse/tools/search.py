@@ -1,8 +1,8 @@
 """The search for the best row of configurations.toml, over the trials that choose it, with any means of measurement.
 
 The search goes step by step (`search_space`): it inspects each candidate, compares its results with float64 as the
-tests do, and times it. A candidate with PING_PONG, which `tpfuse.ops.gemm` would prefer to plain torch, must be faster
-than plain torch too.
+tests do, and times it. A candidate of gemm with PING_PONG, which `tpfuse.ops.gemm` would prefer to plain torch, must be
+faster than plain torch too.
 """
 
 import statistics
@@ -75,7 +75,8 @@ class Search:
                     self._tuner.say(f"  {brief(candidate)}: works, and is the present row from here on")
                     best, times, present = candidate, result, result
                     continue
-                if candidate.blocks.get("PING_PONG") and _ratio(result, self._plain_times()) >= _GAIN:
+                replaces_torch = candidate.operator == "gemm" and candidate.blocks.get("PING_PONG")
+                if replaces_torch and _ratio(result, self._plain_times()) >= _GAIN:
                     self._tuner.say(
                         f"  {brief(candidate)}: skipped, plain torch, in whose place it would be, is as fast"
                     )

@@ -28,13 +28,14 @@ _GEMM: tuple[Step, ...] = (
     {"BLOCK_K": (32, 64, 128), "num_stages": (2, 3, 4, 5, 6)},
     {"num_warps": (4, 8), "EPILOGUE_PARTS": (1, 2, 4), "GROUP_M": (4, 8, 16)},
 )
+_PING_PONG: Step = {"PING_PONG": (False, True)}
 _SCORES: Step = {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
 _TILES: tuple[Step, ...] = ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)},)
 
 SPACES: dict[str, tuple[Step, ...]] = {
-    "gemm": (*_GEMM, {"PING_PONG": (False, True)}),
+    "gemm": (*_GEMM, _PING_PONG),
     "gemm_reduce_scatter": (*_GEMM, {"SUM_WIDTH": (8, 16, 32, 64, 128)}),
-    "all_gather_gemm": _GEMM,  # COPIERS and BLOCK_COPY depend on the links, which no trial uses
+    "all_gather_gemm": (*_GEMM, _PING_PONG),  # COPIERS and BLOCK_COPY depend on the links, which no trial uses
     "activation_backward": ({"BLOCK_M": (4, 8, 16, 32), "BLOCK_N": (128, 256, 512), "num_warps": (4, 8)},),
     "gemm_sum_partials": ({"BLOCK_M": (8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),
     "attention_forward": (_SCORES, {"TMA": (False, True), "num_warps": (4, 8)}),

@@ -1,6 +1,7 @@
 """A kernel of PTX that runs on the CPU: compiled to blocks of steps, each of which executes one instruction for all
 active threads."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from numbers import Integral, Real
@@ -122,6 +123,7 @@ class Kernel:
         for axis, *each in zip("xyz", (thread, 0, 0), (threads, 1, 1), index, grid, strict=True):
             values |= zip((f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid")), each, strict=True)
         values = {name: np.asarray(x, np.uint32)[()] for name, x in values.items()} | given
+        values["%globaltimer"] = np.uint64(time.time_ns())  # it stands still
         registers = [*slots.initial]
         for name in values.keys() & slots.by_name.keys():
             registers[slots.by_name[name]] = values[name]

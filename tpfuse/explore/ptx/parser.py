@@ -102,7 +102,7 @@ _DECLARED = re.compile(r"([%\w$]+)(?:<(\d+)>)?")
 _OPCODE = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+[^/]*(?://\s*(.*))?")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"(?:\s*,?\s*"([^"]*)")?')
-_SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid)\.[xyz]$|%(laneid|warpid)$")
+_SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid)\.[xyz]$|%(laneid|warpid)$|%globaltimer$")
 _ADDRESS = re.compile(r"([^+-]*?)\s*(?:([+-])\s*(.+))?$")
 
 
@@ -210,7 +210,9 @@ class _Body:
             return Immediate(value)
         if text in self._symbols:
             return Immediate(self._symbols[text])
-        return Register(text, 32) if _SPECIAL.match(text) else _innermost(self._registers, text, scopes)
+        if _SPECIAL.match(text):
+            return Register(text, 64 if text == "%globaltimer" else 32)
+        return _innermost(self._registers, text, scopes)
 
     def _address(self, text: str, tile: Any, scopes: tuple[int, ...]) -> Address:
         base, sign, digits = _ADDRESS.match(text).groups()  # type: ignore[union-attr]

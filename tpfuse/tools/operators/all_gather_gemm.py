@@ -1,5 +1,6 @@
 """all_gather_gemm: the product after an all-gather, and launches that reach every row."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,8 +13,9 @@ from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_gather import close_copies, open_copies
-from tpfuse.kernels.launch import multiprocessors
+from tpfuse.kernels.launch import family, multiprocessors
 from tpfuse.tools.operator import (
+    META,
     CallCost,
     Draw,
     Launchers,
@@ -102,14 +104,21 @@ def launches(dtype: torch.dtype) -> None:
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def run(world: int, m: int, weight: Tensor, bias: Tensor | None = None, **options: Any) -> None:
+    def run(
+        world: int,
+        m: int,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        launcher: Callable[..., object] = all_gather_gemm_forward,
+        **options: Any,
+    ) -> None:
         endpoint = on_meta(world, flags=8 * world, programs=108)
         stamp, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (1, 8 * world))
         x, gathered = empty(m, weight.shape[1]), empty(world, m, weight.shape[1])
         if options.get("copied"):
             open_copies(endpoint, stamp)
             close_copies(endpoint)
-        all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
+        launcher(x, weight, bias, gathered, ready, endpoint, **options)
 
     m, n, k = 1024, 4096, 8192
     for activation in ACTIVATIONS:
@@ -122,6 +131,15 @@ def launches(dtype: torch.dtype) -> None:
         run(8, m, empty(1024, k), activation=activation, keep_own=True)
     run(2, m, empty(k, n).t(), keep_own=True)
     run(2, m, empty(n, k), empty(n), activation="gelu", keep_preactivation=True, copied=True)
+    if family(META) == "sm_90" and dtype.itemsize == 2:
+        from tpfuse.kernels.all_gather_gemm_ping_pong import all_gather_gemm_ping_pong
+
+        # It is not in the other one's place before a row says PING_PONG.
+        ping_pong = partial(run, launcher=all_gather_gemm_ping_pong)
+        ping_pong(4, m, empty(n, k), empty(n))
+        ping_pong(4, m, empty(k, n).t())  # the gradient of a row-parallel layer
+        for activation in ("gelu", "gelu_tanh", "silu", "relu2", "swiglu"):
+            ping_pong(8, m, empty(n, k), empty(n), activation=activation, keep_preactivation=True)
 
 
 OPERATOR = Operator(
