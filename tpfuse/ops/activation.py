@@ -28,7 +28,7 @@ def _by_passes(x: Tensor) -> bool:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.view(-1).split(_BLOCK * torch.get_num_threads()) for x in tensors), strict=True)
+    return zip(*(torch.split(x.view(-1), _BLOCK * torch.get_num_threads()) for x in tensors), strict=True)
 
 
 def _gelu_tanh_by_passes(x: Tensor) -> Tensor:
