@@ -169,7 +169,7 @@ SIGNALS = {
     "reduce_scatter_forward_kernel": (1, 1, 1, 2),
     "all_reduce_one_shot_kernel": (1, 1, 1, 2),
     "all_reduce_two_shot_kernel": (2, 2, 1, 3),
-    "gemm_reduce_scatter_forward_kernel": (2, 1, 1, 2),
+    "gemm_reduce_scatter_forward_kernel": (3, 2, 1, 3),
     "gemm_reduce_scatter_forward_kernel out_ptr=None": (1, 0, 0, 1),
     "await_part_kernel": (0, 1, 0, 1),
     "sum_parts_kernel": (0, 1, 1, 2),
