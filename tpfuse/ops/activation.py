@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from tpfuse.ops.autograd import apply, is_observed
+from tpfuse.ops.autograd import is_transformed, registered
 
 _BLOCK = 2**16  # elements of a thread
 # z = x (_LINEAR + _CUBIC x²), in which a sum needs a tensor
@@ -24,14 +23,15 @@ _LINEAR_TERM = torch.tensor(_LINEAR)
 
 
 def _by_passes(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous() and not is_observed(x)
+    return x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous()
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(x.view(-1), _BLOCK * torch.get_num_threads()) for x in tensors), strict=True)
 
 
-def _gelu_tanh_by_passes(x: Tensor) -> Tensor:
+@registered("tpfuse::gelu_tanh")
+def _gelu_tanh(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     for part, result in _blocks(x, out):
         torch.addcmul(_LINEAR_TERM, part, part, value=_CUBIC, out=result)
@@ -39,12 +39,11 @@ def _gelu_tanh_by_passes(x: Tensor) -> Tensor:
     return out
 
 
-def gelu_tanh_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return grad σ (1 + x z' (1 - σ)), the gradient of `gelu_tanh` at x, of x's shape and dtype."""
-    if not _by_passes(x) or not grad.is_contiguous():
-        return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
+@registered("tpfuse::gelu_tanh_backward")
+def _gelu_tanh_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return grad σ (1 + x z' (1 - σ))."""
     out = torch.empty_like(x)
-    for of_result, part, result in _blocks(grad, x, out):
+    for of_result, part, result in _blocks(grad.contiguous(), x, out):
         torch.addcmul(_LINEAR_TERM, part, part, value=_CUBIC, out=result)
         slope = torch.add(result.mul_(part), part, alpha=-2 / 3 * _LINEAR)  # x z' / 3
         sigmoid = result.sigmoid_()
@@ -53,25 +52,29 @@ def gelu_tanh_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-class _GeluTanh(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _gelu_tanh_by_passes(x)
+_gelu_tanh.register_fake(torch.empty_like)
+_gelu_tanh_gradient.register_fake(lambda grad, x: torch.empty_like(x))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # with create_graph; torch's gradient has one
-            return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
-        return gelu_tanh_gradient(grad, x)
+
+def gelu_tanh_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of the argument x of `gelu_tanh`, of its shape and dtype."""
+    if _by_passes(x) and not torch.is_grad_enabled():
+        return _gelu_tanh_gradient(grad, x)  # type: ignore[no-any-return]
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
+
+
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    return gelu_tanh_gradient(grad, *ctx.saved_tensors)  # with create_graph torch's, which has a graph
+
+
+_gelu_tanh.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """Return GPT-2's form of GELU of x, in its shape and dtype."""
-    if not _by_passes(x):
+    if not _by_passes(x) or is_transformed(x):
         return F.gelu(x, approximate="tanh")
-    return apply(_GeluTanh, x) if x.requires_grad and torch.is_grad_enabled() else _gelu_tanh_by_passes(x)
+    return _gelu_tanh(x)  # type: ignore[no-any-return]
 
 
 def _gated(inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

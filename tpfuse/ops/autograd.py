@@ -50,14 +50,12 @@ def no_view(x: Tensor) -> Tensor:
     return whole
 
 
-def is_observed(x: Tensor) -> bool:
-    """Return whether a mode of torch, a transform, a tangent, torch.compile or a subclass of tensors sees calls on x.
+def is_transformed(x: Tensor) -> bool:
+    """Return whether tangents or transforms of functorch, for which our operators have no rule, take part in a call."""
+    return _TRANSFORMS() or _IS_WRAPPED(x) or forward_ad._current_level >= 0
 
-    Then torch's own function takes the place of one that consists of several.
-    """
-    if torch.compiler.is_compiling() or _MODES() or _TRANSFORMS() or forward_ad._current_level >= 0:
-        return True
-    return type(x) is not Tensor or _IS_WRAPPED(x)
+
+is_transformed._torchdynamo_inline = lambda x: False  # type: ignore[attr-defined]
 
 
 def refuse_tangents(operator: str, *inputs: object) -> None:

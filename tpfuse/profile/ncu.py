@@ -8,7 +8,7 @@ all signals set in advance.
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tpfuse.profile.kernels import PROGRAMS, kernels
@@ -82,14 +82,14 @@ def _list(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
 
 
-def _alone(waiting: Iterable[str]) -> list[list[str]]:
-    """Return the commands that launch these kernels in one process. Raise UserError if a kernel has none."""
-    programs = {name: PROGRAMS[name] for name in waiting}
-    if without := [name for name, program in programs.items() if program is None]:
+def _alone(waiting: Sequence[str]) -> list[list[str]]:
+    """Return the commands that launch these kernels in one process. Raise UserError if there is none."""
+    programs = dict.fromkeys(program for name in waiting if (program := PROGRAMS[name]))
+    if waiting and not programs:
         raise UserError(
-            f"no program of tpfuse.tools.one_rank launches {_list(without)}, so ncu cannot measure it: use --with nsys"
+            f"no program of tpfuse.tools.one_rank launches {_list(waiting)}, so ncu cannot measure it: use --with nsys"
         )
-    return [[*_ONE_RANK, program] for program in dict.fromkeys(filter(None, programs.values()))]
+    return [[*_ONE_RANK, program] for program in programs]
 
 
 def _replayed(kernel: str, program: Sequence[str], report: Path, marked: bool, tool: str) -> list[str]:
