@@ -25,22 +25,6 @@ def test_values_follow_the_formulas(name: str) -> None:
     torch.testing.assert_close(actual, expected * up if name in GATED else expected, rtol=1e-13, atol=1e-15)
 
 
-def test_gelu_tanh_keeps_the_digits_of_small_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpfuse.ops.activation._BLOCK", 300)  # several blocks, and an incomplete one
-    points, grads, found = torch.linspace(-9, 9, 1001).view(7, 143), normal(1, 7, 143), []
-    for dtype in (torch.float32, torch.float64):
-        x, grad = points.to(dtype, copy=True).requires_grad_(), grads.to(dtype)
-        sigmoid = torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
-        out = activation(x, "gelu_tanh") if dtype is torch.float32 else x * sigmoid
-        (first,) = torch.autograd.grad(out, x, grad, retain_graph=True)
-        (with_graph,) = torch.autograd.grad(out, x, grad, create_graph=True)
-        (second,) = torch.autograd.grad(with_graph.sum(), x)
-        found.append([y.detach().double() for y in (out, first, second)])
-    # σ's argument reaches -65, of which three operations are rounded: an error of as much in its exponential's digits.
-    for actual, expected, atol in zip(*found, (0, 4e-6, 1e-5), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=3 * 65 * 2**-24, atol=atol)
-
-
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'gelo' is not known: expected None or one of gelu, gelu_tanh"):
         check_activation("gelo")

@@ -50,14 +50,6 @@ def no_view(x: Tensor) -> Tensor:
     return whole
 
 
-def is_transformed(x: Tensor) -> bool:
-    """Return whether tangents or transforms of functorch, for which our operators have no rule, take part in a call."""
-    return _TRANSFORMS() or _IS_WRAPPED(x) or forward_ad._current_level >= 0
-
-
-is_transformed._torchdynamo_inline = lambda x: False  # type: ignore[attr-defined]
-
-
 def refuse_tangents(operator: str, *inputs: object) -> None:
     """Raise RuntimeError if an input has a tangent, of which the operator's result would have none.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward, takes_ping_pong
 from tpfuse.kernels.launch import family, planned
-from tpfuse.ops.activation import ACTIVATIONS, GATED, gelu_tanh_gradient
+from tpfuse.ops.activation import ACTIVATIONS, GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast, autocast_dtype, once_differentiable, registered, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
@@ -178,7 +178,7 @@ def _torch_preactivation_gradient(grad: Tensor, x: Tensor, name: str) -> Tensor:
         case "gelu":
             return aten.gelu_backward(grad, x)  # type: ignore[no-any-return]
         case "gelu_tanh":
-            return gelu_tanh_gradient(grad, x)
+            return aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
         case "relu":
             return aten.threshold_backward(grad, x, 0)  # type: ignore[no-any-return]
         case "relu2":
