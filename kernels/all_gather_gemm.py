@@ -29,7 +29,6 @@ Multiplying chunks as they arrive is described by Wang et al., ASPLOS 2023 (over
 arXiv:2406.06858.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -252,15 +251,36 @@ def all_gather_gemm_forward(
     ValueError for other shapes, dtypes, devices or names of activations, where x is larger than a slot, where flags are
     too few, and for a channel of one program, which cannot both copy and multiply.
     """
+    x = x.contiguous()
     plan = _plan(x, weight, bias, gathered, ready, endpoint, activation, keep_own, copied, other_tiles)
-    if plan.ping_pong is not None:
-        return plan.ping_pong(
-            x, weight, bias, gathered, ready, endpoint, activation=activation, keep_preactivation=keep_preactivation
-        )
+    return run_gather(plan, x, weight, bias, gathered, ready, activation, keep_preactivation)
+
+
+class GatherPlan(NamedTuple):
+    """The sizes and the launch of a call."""
+
+    # The result is [rows, width]. The product has `columns`, gate and up included.
+    rows: int
+    width: int
+    columns: int
+    product: Launch
+
+
+def run_gather(
+    plan: GatherPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gathered: Tensor,
+    ready: Tensor,
+    activation: str | None,
+    keep_preactivation: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch a planned product, and return its results as `all_gather_gemm_forward` does."""
     out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
     preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
     plan.product.run(
-        x_ptr=x.contiguous(),
+        x_ptr=x,
         weight_ptr=weight,
         weight_up_ptr=weight[plan.width :] if activation in GATED else None,
         bias_ptr=bias,
@@ -270,17 +290,6 @@ def all_gather_gemm_forward(
         ready_ptr=ready,
     )
     return out, preactivation
-
-
-class _GatherPlan(NamedTuple):
-    """The sizes and the launch of a call. ping_pong: the launcher that takes its place, or None."""
-
-    # The result is [rows, width]. The product has `columns`, gate and up included.
-    rows: int
-    width: int
-    columns: int
-    product: Launch
-    ping_pong: Callable[..., tuple[Tensor, Tensor | None]] | None
 
 
 @planned
@@ -295,7 +304,7 @@ def _plan(
     keep_own: bool,
     copied: bool,
     other_tiles: bool,
-) -> _GatherPlan:
+) -> GatherPlan:
     operator = "all_gather_gemm"
     m, k, n = check_gather(operator, x, weight, bias, gathered, ready, endpoint, activation)
     if copied and keep_own:
@@ -311,9 +320,11 @@ def _plan(
         gated=int(up is not None), unaligned=int(not aligned), other_tiles=other_tiles,
     )  # fmt: skip
     blocks = dict(row.blocks)
-    ping_pong = None
     if blocks.pop("PING_PONG", False) and copied:
-        ping_pong = _ping_pong(x, weight, bias, gathered, activation)
+        from tpfuse.kernels import all_gather_gemm_ping_pong  # it imports Gluon, as `gemm_ping_pong` does
+
+        if not all_gather_gemm_ping_pong.gather_ping_pong_problem(x, weight, bias, gathered, activation):
+            return all_gather_gemm_ping_pong.ping_pong_plan(x, weight, endpoint, activation)
     tiles = endpoint.world * cdiv(m, blocks["BLOCK_M"]) * cdiv(width, blocks["BLOCK_N"])
     copiers = 0 if copied else _copiers(operator, row, x, ready, endpoint)
     arguments = {
@@ -333,16 +344,7 @@ def _plan(
     }
     grid = _grid(operator, endpoint, tiles, copiers) if copiers else programs_beside_copies(tiles, endpoint)
     product = Launch(all_gather_gemm_forward_kernel, grid, arguments, row.num_warps, row.num_stages)
-    return _GatherPlan(endpoint.world * m, width, n, product, ping_pong)
-
-
-def _ping_pong(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gathered: Tensor, activation: str | None
-) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    from tpfuse.kernels import all_gather_gemm_ping_pong  # it imports Gluon, as `gemm_ping_pong` does
-
-    problem = all_gather_gemm_ping_pong.gather_ping_pong_problem(x, weight, bias, gathered, activation)
-    return None if problem else all_gather_gemm_ping_pong.all_gather_gemm_ping_pong
+    return GatherPlan(endpoint.world * m, width, n, product)
 
 
 def check_gather(

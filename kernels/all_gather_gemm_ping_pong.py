@@ -20,15 +20,12 @@ from outside the matrix, and so reads nothing that a peer may still write. The r
 ended, and the guard raises.
 """
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tpfuse.kernels.activations import GATED
-from tpfuse.kernels.all_gather_gemm import check_gather, programs_beside_copies
+from tpfuse.kernels.all_gather_gemm import GatherPlan, check_gather, programs_beside_copies, run_gather
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm_ping_pong import ping_pong_problem
 from tpfuse.kernels.gemm_tiles import allows_tma
@@ -130,27 +127,7 @@ def all_gather_gemm_ping_pong(
     at multiples of 16 bytes; so a result has a multiple of 8 columns. Raise ValueError for all else.
     """
     plan = _plan(x, weight, bias, gathered, ready, endpoint, activation)
-    out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
-    preactivation = torch.empty(plan.rows, len(weight), dtype=x.dtype, device=x.device) if keep_preactivation else None
-    plan.product.run(
-        x_ptr=x,
-        weight_ptr=weight,
-        weight_up_ptr=weight[plan.width :] if activation in GATED else None,
-        bias_ptr=bias,
-        preactivation_ptr=preactivation,
-        out_ptr=out,
-        gathered_ptr=gathered,
-        ready_ptr=ready,
-    )
-    return out, preactivation
-
-
-class _PingPongGatherPlan(NamedTuple):
-    """The sizes of the result and the launch of a call."""
-
-    rows: int
-    width: int
-    product: Launch
+    return run_gather(plan, x, weight, bias, gathered, ready, activation, keep_preactivation)
 
 
 @planned
@@ -162,12 +139,18 @@ def _plan(
     ready: Tensor,
     endpoint: Endpoint,
     activation: str | None,
-) -> _PingPongGatherPlan:
+) -> GatherPlan:
     operator = "all_gather_gemm_ping_pong"
-    m, _, n = check_gather(operator, x, weight, bias, gathered, ready, endpoint, activation)
+    check_gather(operator, x, weight, bias, gathered, ready, endpoint, activation)
     problem = gather_ping_pong_problem(x, weight, bias, gathered, activation)
     if problem:
         raise ValueError(f"{operator}: {problem}")
+    return ping_pong_plan(x, weight, endpoint, activation)
+
+
+def ping_pong_plan(x: Tensor, weight: Tensor, endpoint: Endpoint, activation: str | None) -> GatherPlan:
+    """Plan the launch for arguments that have passed `check_gather` and have no `gather_ping_pong_problem`."""
+    m, n = len(x), len(weight)
     width = n // 2 if activation in GATED else n
     signals = endpoint.signals()
     del signals["flags_ptr"]  # copy engines signal in `ready`
@@ -179,7 +162,7 @@ def _plan(
         num_warps=4,
         num_stages=1,
     )
-    return _PingPongGatherPlan(endpoint.world * m, width, product)
+    return GatherPlan(endpoint.world * m, width, n, product)
 
 
 def gather_ping_pong_problem(
