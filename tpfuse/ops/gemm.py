@@ -78,7 +78,7 @@ def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
     computed = x.dtype if dtype is None or x.dtype is torch.float64 else dtype
     adds = residual is not None and residual.dtype == computed
     triton = use_triton(x) and (activation is not None or adds)
-    # As `_fuses`, before autocast converts anything. What torch.compile makes decides when it runs, in the operator.
+    # This asks as `_fuses` does, but before autocast converts anything. Compiled code asks there, when it runs.
     if triton and activation is None and not torch.compiler.is_compiling() and family(x.device) == "sm_90":
         assert residual is not None
         triton = dtype is None and takes_ping_pong(flat(x), weight, bias, flat(residual), None)

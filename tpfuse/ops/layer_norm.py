@@ -37,7 +37,7 @@ def layer_norm(
     rows; None if this rank has all rows or the caller sums the gradients. Raise ValueError for other shapes, integers,
     or tensors on several devices.
     """
-    return norm("layer_norm", x, weight, bias, eps, sum_gradients_over, centered=True)  # type: ignore[no-any-return]
+    return norm("layer_norm", x, weight, bias, eps, sum_gradients_over, centered=True)[0]
 
 
 def layer_norm_and_input(
@@ -53,8 +53,7 @@ def layer_norm_and_input(
     Where Triton computes, one pass of backward computes the norm's gradient and adds that of the x returned, and rounds
     the sum once. Autograd would add the two in a pass of its own. Arguments and errors: as in `layer_norm`.
     """
-    operator = "layer_norm"
-    return norm(operator, x, weight, bias, eps, sum_gradients_over, centered=True, with_input=True)  # type: ignore[no-any-return]
+    return norm("layer_norm", x, weight, bias, eps, sum_gradients_over, centered=True, with_input=True)
 
 
 def norm(
@@ -67,8 +66,11 @@ def norm(
     *,
     centered: bool,
     with_input: bool = False,
-) -> Any:
-    """Return the norm of x; with_input: (norm, x). centered: layer_norm if true, otherwise rms_norm."""
+) -> tuple[Tensor, Tensor]:
+    """Return (norm of x, x). centered: layer_norm if true, otherwise rms_norm.
+
+    with_input: whether the norm's backward pass adds the gradient of the x returned, as `layer_norm_and_input` says.
+    """
     if sum_gradients_over is not None:
         check_group(operator, sum_gradients_over)
     triton = _check(operator, x, weight, bias)
@@ -77,16 +79,15 @@ def norm(
         bias = None if bias is None else replicate(bias, sum_gradients_over)
     shape = (x.shape[-1],)
     if not triton:
-        out = F.layer_norm(x, shape, weight, bias, eps) if centered else F.rms_norm(x, shape, weight, eps)
-        return (out, x) if with_input else out
+        return F.layer_norm(x, shape, weight, bias, eps) if centered else F.rms_norm(x, shape, weight, eps), x
     weight = x.new_ones(shape) if weight is None else weight
-    rows = x if x.ndim == 2 else x.reshape(-1, *shape)
+    rows, same = x if x.ndim == 2 else x.reshape(-1, *shape), x
     if with_input and x.requires_grad and torch.is_grad_enabled():
-        out, _, _, rows = apply(_AndInput, rows, weight, bias, eps, centered)
-        return (out, rows) if x.ndim == 2 else (out.view(x.shape), rows.view(x.shape))
-    out = _forward(rows, weight, bias, eps, centered)[0]
-    out = out if x.ndim == 2 else out.view(x.shape)
-    return (out, x) if with_input else out
+        out, _, _, same = apply(_AndInput, rows, weight, bias, eps, centered)
+        same = same if x.ndim == 2 else same.view(x.shape)
+    else:
+        out = _forward(rows, weight, bias, eps, centered)[0]
+    return out if x.ndim == 2 else out.view(x.shape), same
 
 
 @planned

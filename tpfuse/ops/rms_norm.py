@@ -13,4 +13,4 @@ def rms_norm(
 
     sum_gradients_over and errors: as in `layer_norm`.
     """
-    return norm("rms_norm", x, weight, None, eps, sum_gradients_over, centered=False)  # type: ignore[no-any-return]
+    return norm("rms_norm", x, weight, None, eps, sum_gradients_over, centered=False)[0]
