@@ -28,7 +28,7 @@ OF_PRODUCTS := $(addprefix tests/,layers ops models zero parallel drop_in train)
 help:
 	@echo "make train   install, then train a small GPT on two ranks (2 to 4 minutes on 2 CPU cores)"
 	@echo "make check   install, then check four of the main parts in 15 seconds: between two edits"
-	@echo "make test    install, then run the tests that find most faults (6 to 12 minutes on 2 CPU cores)"
+	@echo "make test    install, then run the tests that find most faults (6 to 15 minutes on 2 CPU cores)"
 	@echo "make test-all  install, then run every test (about an hour on 2 fast CPU cores)"
 	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
 	@echo "make long    install, then train a GPT at a context of 32768 tokens on one process and on four that share it"
