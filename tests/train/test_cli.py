@@ -673,6 +673,26 @@ def test_the_search_for_garbage_goes_on_after_an_import_of_torch(monkeypatch: py
     assert frozen == [False] and gc.isenabled()
 
 
+_INTERRUPTED = """
+import os, signal, weakref
+from tpfuse.train.child import quick_imports
+
+class Module:
+    pass
+
+with quick_imports():
+    module = Module()
+    seen = weakref.ref(module, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    del module
+print("the signal was lost")
+"""
+
+
+def test_ctrl_c_is_not_lost_in_a_callback_while_modules_are_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "tpfuse: interrupted\n")
+
+
 def test_without_the_extra_a_command_says_at_once_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -22,17 +23,29 @@ from tpfuse.train.messages import accept_all_texts
 def quick_imports() -> Iterator[None]:
     """Import torch, and what needs it, without Python's search for garbage: a quarter of the time of a start.
 
-    Modules stay, so the search leaves them out afterwards too.
+    Modules stay, so the search leaves them out afterwards too. Ctrl-C ends the process at once: KeyboardInterrupt would
+    be lost in a callback of the import system, whose exceptions Python ignores.
     """
     if "torch" in sys.modules:
         yield
         return
+    in_main = threading.current_thread() is threading.main_thread()
+    interruptible = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, _interrupted)
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted(*_: object) -> None:
+    os.write(2, b"tpfuse: interrupted\n")
+    os._exit(130)
 
 
 def begin(parent: int, reports: Connection, work: bytes) -> None:
