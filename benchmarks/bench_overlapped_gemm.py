@@ -7,7 +7,8 @@ nothing waits:
                          H200 both products in Gluon have rows too, where they can compute the result
     gemm_reduce_scatter  the slots of all ranks are on this GPU, and the others have signalled: the tiles are pushed
                          into slots, and this rank's rows are summed over the sources. That sum reads as many bytes as
-                         the product has written, as a separate reduce-scatter would; the peer "gemm, then sum" does so
+                         the product has written, as a separate reduce-scatter would; the peer "gemm, then sum" does
+                         so. The products in Gluon have rows as for the gather
 
 "from host memory": the other ranks' chunks come over the real link that one GPU has. A copy engine copies each chunk
 from pinned memory, and then signals the running product. The peers are the copies alone, the product alone, and one
@@ -35,6 +36,7 @@ from tpfuse.kernels.all_gather_gemm_ping_pong import all_gather_gemm_ping_pong, 
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_ping_pong import gemm_ping_pong
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
+from tpfuse.kernels.gemm_reduce_scatter_ping_pong import gemm_reduce_scatter_ping_pong, scatter_ping_pong_problem
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.testing.one_process import OneProcess
@@ -136,27 +138,37 @@ def _scattering(shape: GemmReduceScatterShape, bench: Bench) -> Built:
     x, weight = shape.inputs(bench).values()
     group = Group(shape.world, 2 * shape.M * shape.N, bench.device)
 
-    def fused(_: object = None) -> Tensor:
-        return gemm_reduce_scatter_forward(x, weight, group.endpoint)
-
-    def check() -> dict[str, str]:
-        """Check the sum, which is this rank's own: the other ranks' partial sums are zeros; and what others receive."""
-        group.signalled()
-        with unwritten_memory_is_nan():
-            out = fused()
-        rows = x.view(shape.world, m, -1)
-        others = [owner for owner in range(shape.world) if owner != group.rank]
-        pushed = group.stored(m * shape.N)[others].view(-1, shape.N)
-        own = verdict(lambda: _check(out, rows[group.rank], weight))
-        return {OURS: own or (verdict(lambda: _check(pushed, rows[others].flatten(0, 1), weight)) if others else "")}
-
     def plain(_: object) -> Tensor:
         return gemm_forward(x, weight)[0]
 
     def summed(_: object) -> Tensor:
         return plain(None).view(shape.world, m, shape.N).sum(0)
 
-    candidates = Candidate(OURS, fused, group.signalled), Candidate(GEMM, plain), Candidate(SUMMED, summed)
+    scatters: dict[str, Callable[[object], Tensor]] = {
+        OURS: lambda _: gemm_reduce_scatter_forward(x, weight, group.endpoint)
+    }
+    products: dict[str, Callable[[object], Tensor]] = {GEMM: plain, SUMMED: summed}
+    if not scatter_ping_pong_problem(x, weight, group.endpoint):
+        scatters[GLUON] = lambda _: gemm_reduce_scatter_ping_pong(x, weight, group.endpoint)
+        products[GLUON_GEMM] = lambda _: gemm_ping_pong(x, weight)[0]
+    rows = x.view(shape.world, m, -1)
+    others = [owner for owner in range(shape.world) if owner != group.rank]
+
+    def check() -> dict[str, str]:
+        """Check the sum, which is this rank's own: the other ranks' partial sums are zeros; and what others receive."""
+        verdicts = {}
+        for name, run in scatters.items():
+            group.signalled()
+            with unwritten_memory_is_nan():
+                out = run(None)
+            verdicts[name] = verdict(partial(_check, out, rows[group.rank], weight))
+            if others and not verdicts[name]:
+                pushed = group.stored(m * shape.N)[others].view(-1, shape.N)
+                verdicts[name] = verdict(partial(_check, pushed, rows[others].flatten(0, 1), weight))
+        return verdicts
+
+    candidates = [Candidate(name, run, group.signalled) for name, run in scatters.items()]
+    candidates += [Candidate(name, run) for name, run in products.items()]
     return check, [_measurement(SCATTER, shape, *candidates)]
 
 

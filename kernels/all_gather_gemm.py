@@ -29,21 +29,17 @@ Multiplying chunks as they arrive is described by Wang et al., ASPLOS 2023 (over
 arXiv:2406.06858.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.activations import GATED
-from tpfuse.kernels.checks import check_contiguous, check_device, check_shape
 from tpfuse.kernels.configurations import Configuration, choose_configuration
-from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
-from tpfuse.kernels.gemm import check_product
+from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
+from tpfuse.kernels.product_calls import GatherPlan, check_gather, programs_beside_copies, run_gather
 from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, signal, wait_signal
 from tpfuse.kernels.tiles import dot, grouped_tile
 from tpfuse.kernels.trace import COMPUTING, COPYING, now, record
@@ -256,42 +252,6 @@ def all_gather_gemm_forward(
     return run_gather(plan, x, weight, bias, gathered, ready, activation, keep_preactivation)
 
 
-class GatherPlan(NamedTuple):
-    """The sizes and the launch of a call."""
-
-    # The result is [rows, width]. The product has `columns`, gate and up included.
-    rows: int
-    width: int
-    columns: int
-    product: Launch
-
-
-def run_gather(
-    plan: GatherPlan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gathered: Tensor,
-    ready: Tensor,
-    activation: str | None,
-    keep_preactivation: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Launch a planned product, and return its results as `all_gather_gemm_forward` does."""
-    out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
-    preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
-    plan.product.run(
-        x_ptr=x,
-        weight_ptr=weight,
-        weight_up_ptr=weight[plan.width :] if activation in GATED else None,
-        bias_ptr=bias,
-        preactivation_ptr=preactivation,
-        out_ptr=out,
-        gathered_ptr=gathered,
-        ready_ptr=ready,
-    )
-    return out, preactivation
-
-
 @planned
 def _plan(
     x: Tensor,
@@ -347,35 +307,11 @@ def _plan(
     return GatherPlan(endpoint.world * m, width, n, product)
 
 
-def check_gather(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gathered: Tensor,
-    ready: Tensor,
-    endpoint: Endpoint,
-    activation: str | None,
-) -> tuple[int, int, int]:
-    """Return (m, K, N). Raise ValueError unless the arguments are those of `all_gather_gemm_forward`."""
-    m, k, n = check_product(operator, x, weight, bias, activation, gathered=gathered)
-    check_device(operator, "the channel", endpoint.slots, "x", x)
-    check_ready(operator, ready, endpoint)
-    check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
-    check_contiguous(operator, "gathered", gathered)
-    return m, k, n
-
-
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:
     """Return how many programs copy, at least one and at most one per share, flag and word of ready."""
     shares = cdiv(x.numel(), row.blocks["BLOCK_COPY"])
     wanted = min(row.blocks["COPIERS"], max(shares, 1), len(ready) // endpoint.world, max(endpoint.programs - 1, 1))
     return endpoint.grid(operator, x.nbytes, wanted)[0]
-
-
-def programs_beside_copies(tiles: int, endpoint: Endpoint) -> tuple[int]:
-    """Return how many programs multiply beside copy engines. One of them at least advances the epoch."""
-    return (max(min(tiles, endpoint.programs - 1), 1),)
 
 
 def _grid(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> tuple[int]:

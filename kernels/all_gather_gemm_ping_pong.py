@@ -25,12 +25,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tpfuse.kernels.activations import GATED
-from tpfuse.kernels.all_gather_gemm import GatherPlan, check_gather, programs_beside_copies, run_gather
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm_ping_pong import ping_pong_problem
 from tpfuse.kernels.gemm_tiles import allows_tma
 from tpfuse.kernels.launch import Launch, planned
-from tpfuse.kernels.ping_pong import SIDE, load_tiles, matrix, product_arguments, product_tiles, run_warps
+from tpfuse.kernels.ping_pong import SIDE, load_tiles, matrix, product_arguments, product_tiles
+from tpfuse.kernels.ping_pong_epilogue import run_warps
+from tpfuse.kernels.product_calls import GatherPlan, check_gather, programs_beside_copies, run_gather
 from tpfuse.kernels.signals import advance, begin, wait_signal
 from tpfuse.kernels.trace import COMPUTING, now, record
 

@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.activations import GATED, check_activation
-from tpfuse.kernels.checks import check_floats, check_shape
+from tpfuse.kernels.activations import GATED
+from tpfuse.kernels.checks import check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
 from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, store_result, store_tile, tile_options
 from tpfuse.kernels.launch import Launch, cdiv, multiprocessors, planned
+from tpfuse.kernels.product_calls import check_product
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -194,27 +195,3 @@ def _ping_pong(
 
     problem = gemm_ping_pong.ping_pong_problem(x, weight, bias, residual, activation)
     return None if problem else gemm_ping_pong.gemm_ping_pong
-
-
-def check_product(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None = None,
-    **others: Tensor | None,
-) -> tuple[int, int, int]:
-    """Return (M, K, N). Raise ValueError unless x is [M, K], weight [N, K] and bias [N].
-
-    N must be even for a gated activation. All have one dtype and are on one device, the others too.
-    """
-    check_activation(operator, activation)
-    check_floats(operator, x=x, weight=weight, bias=bias, **others)
-    if x.ndim != 2:
-        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
-    (m, k), n = x.shape, weight.shape[0] if weight.ndim else 0
-    check_shape(operator, "weight", weight, (n, k))
-    if activation in GATED and n % 2:
-        raise ValueError(f"{operator}: weight has {n} rows: {activation} expects an even number, [gate | up]")
-    check_shape(operator, "bias", bias, (n,))
-    return m, k, n

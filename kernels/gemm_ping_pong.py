@@ -9,11 +9,12 @@ from triton.experimental.gluon import language as gl
 
 from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.checks import check_shape
-from tpfuse.kernels.gemm import check_product
 from tpfuse.kernels.gemm_tiles import allows_tma
 from tpfuse.kernels.gemm_weight import weight_layout
 from tpfuse.kernels.launch import Launch, family, multiprocessors, planned
-from tpfuse.kernels.ping_pong import load_tiles, matrix, product_arguments, product_tiles, run_warps
+from tpfuse.kernels.ping_pong import load_tiles, matrix, product_arguments, product_tiles
+from tpfuse.kernels.ping_pong_epilogue import run_warps
+from tpfuse.kernels.product_calls import check_product
 
 
 @gluon.jit

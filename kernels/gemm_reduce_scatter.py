@@ -32,36 +32,29 @@ that protocol.
 A launch that finds the abort word set does nothing. Programs whose wait is cut short sum nothing, and the epoch does
 not end; the tiles that they have signalled are stored.
 
+Where a row of the table says PING_PONG, `gemm_reduce_scatter_ping_pong` computes the products of which it can.
+
 Computing the tiles of other owners first is due to Flux, arXiv:2406.06858, which signals tile by tile.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_shape
+from tpfuse.kernels.checks import check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, slot
-from tpfuse.kernels.gemm import check_product
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
+from tpfuse.kernels.product_calls import ScatterPlan, check_scatter, own_rows
 from tpfuse.kernels.signals import advance, begin, peer_pointer, signal, wait_signal
-from tpfuse.kernels.tiles import dot, grouped_tile, rounded
+from tpfuse.kernels.tiles import dot, first_tile, grouped_tile, rounded
 from tpfuse.kernels.trace import COMPUTING, now, record
-
-
-@triton.jit
-def _first_tile(owner, tiles):
-    """Return this program's first tile of an owner.
-
-    tiles: the number of tiles of each owner except the last ones, which may have fewer.
-    """
-    programs = tl.num_programs(0)
-    return (tl.program_id(0) + programs - owner * tiles % programs) % programs
 
 
 @triton.jit
@@ -230,7 +223,7 @@ def gemm_reduce_scatter_forward_kernel(
             else:
                 half = (owner != rank).to(tl.int32)
                 part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chunk * N
-            for index in range(_first_tile(owner, most), tiles_m * tiles_n, programs):
+            for index in range(first_tile(owner, most), tiles_m * tiles_n, programs):
                 acc, first_m, first_n = _product(
                     x, w, index, tiles_m, tiles_n, owner, chunk, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
                     K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
@@ -249,7 +242,7 @@ def gemm_reduce_scatter_forward_kernel(
             half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
             rows = min(max(M - rank * chunk, 0), chunk)
             tiles_m = tl.cdiv(rows, BLOCK_M)
-            for index in range(_first_tile(rank, most), tiles_m * tiles_n, programs):
+            for index in range(first_tile(rank, most), tiles_m * tiles_n, programs):
                 acc, first_m, first_n = _product(
                     x, w, index, tiles_m, tiles_n, rank, chunk, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
                     K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
@@ -294,6 +287,8 @@ def gemm_reduce_scatter_forward(
     channel has too few flags.
     """
     plan = _plan(x, weight, endpoint, bias, residual, other_tiles, False)
+    if plan.ping_pong is not None:
+        return plan.ping_pong(x, weight, endpoint, bias=bias, residual=residual)
     out = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device)
     plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=bias, residual_ptr=residual, out_ptr=out, stored_ptr=None)
     return out
@@ -315,14 +310,6 @@ def gemm_for_copies(
     plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=None, residual_ptr=None, out_ptr=None, stored_ptr=stored)
 
 
-class _ScatterPlan(NamedTuple):
-    """The sizes and the launch of a call, whose result is [rows, columns]."""
-
-    rows: int
-    columns: int
-    product: Launch
-
-
 @planned
 def _plan(
     x: Tensor,
@@ -332,20 +319,17 @@ def _plan(
     residual: Tensor | None,
     other_tiles: bool,
     copied: bool,
-) -> _ScatterPlan:
+) -> ScatterPlan:
     """Check a call and plan its launch.
 
     copied: copy engines copy the tiles; then each of the channel's programs signals, with a tile or without.
     """
     operator = "gemm_reduce_scatter"
-    m, k, n = check_product(operator, x, weight, bias, residual=residual)
-    check_device(operator, "the channel", endpoint.slots, "x", x)
-    chunk = cdiv(m, endpoint.world)
-    rows = min(max(m - endpoint.rank * chunk, 0), chunk)
-    check_shape(operator, "residual", residual, (rows, n))
+    m, k, n, chunk = check_scatter(operator, x, weight, endpoint, bias, residual)
     k_adjacent, weight_aligned = weight_layout(weight, None)
     aligned = weight_aligned and allows_tma(x)
     blocks, num_warps, num_stages = _configuration(operator, x, n, chunk, endpoint, aligned, other_tiles)
+    ping_pong = _ping_pong(x, weight, endpoint) if blocks.pop("PING_PONG") and not copied else None
     tiles = endpoint.world * cdiv(chunk, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"])
     (programs,) = endpoint.grid(operator, endpoint.world * chunk * n * x.element_size(), tiles)
     arguments = {
@@ -366,7 +350,15 @@ def _plan(
     }
     # A program without a tile also signals and waits, and advances the epoch.
     grid = (endpoint.programs if copied else max(1, programs),)
-    return _ScatterPlan(rows, n, Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages))
+    product = Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages)
+    return ScatterPlan(own_rows(m, endpoint), n, product, ping_pong)
+
+
+def _ping_pong(x: Tensor, weight: Tensor, endpoint: Endpoint) -> Callable[..., Tensor] | None:
+    from tpfuse.kernels import gemm_reduce_scatter_ping_pong  # it imports Gluon, as `gemm_ping_pong` does
+
+    problem = gemm_reduce_scatter_ping_pong.scatter_ping_pong_problem(x, weight, endpoint)
+    return None if problem else gemm_reduce_scatter_ping_pong.gemm_reduce_scatter_ping_pong
 
 
 def _configuration(
@@ -381,5 +373,6 @@ def _configuration(
         else choose_configuration(operator, x.device, x.dtype, other_tiles=False, **sizes, unaligned=1)
     )
     tile = {name: shared.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "GROUP_M", "EPILOGUE_PARTS")}
+    tile["PING_PONG"] = shared.blocks.get("PING_PONG", False)
     blocks = dict(row.blocks) | tile | {"TMA": aligned and row.blocks["TMA"]}
     return blocks, row.num_warps, row.num_stages

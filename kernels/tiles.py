@@ -63,3 +63,13 @@ def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     pid_m = first_m + tile % group_size % height
     pid_n = tile % group_size // height
     return pid_m, pid_n
+
+
+@triton.jit
+def first_tile(owner, tiles):
+    """Return this program's first tile of an owner.
+
+    tiles: the number of tiles of each owner except the last ones, which may have fewer.
+    """
+    programs = tl.num_programs(0)
+    return (tl.program_id(0) + programs - owner * tiles % programs) % programs

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpfuse.explore.fresh_modules import fresh
 from tpfuse.explore.ptx import PtxError
-from tpfuse.kernels import gemm_ping_pong, launch, ping_pong, reference
+from tpfuse.kernels import gemm_ping_pong, launch, ping_pong, ping_pong_epilogue, reference
 from tpfuse.kernels.activations import GATED
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.emulated import emulated
@@ -31,7 +31,7 @@ def _pre(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Tensor) -> 
     return reference.linear(x, weight, bias)
 
 
-def _plain(activation: str | None, options: Options, **inputs: Tensor) -> list[Tensor]:
+def plain(activation: str | None, options: Options, **inputs: Tensor) -> list[Tensor]:
     """Return what a call returns, computed by plain torch in the dtype of the inputs."""
     if "gradient" in options:
         grad = _pre(inputs["x"], inputs["weight"])
@@ -67,14 +67,14 @@ def values(
     inputs = {name: x.to(kind) for name, x in inputs.items()}
     if "columns" in options:
         inputs["weight"] = inputs["weight"].t().contiguous().t()
-    plain = _plain(activation, [*options], **inputs)
-    exact = _plain(activation, [*options], **{name: x.double() for name, x in inputs.items()})
+    rounded = plain(activation, [*options], **inputs)
+    exact = plain(activation, [*options], **{name: x.double() for name, x in inputs.items()})
     with emulated("sm_90", edit=edit, seed=seed):
         if "one" in options:
             launch._gpus[torch.device("cpu")] = "sm_90", 1
         try:
             results = _call(module, activation, [*options], **inputs)
-            for number, (actual, *both) in enumerate(zip(results, plain, exact, strict=True)):
+            for number, (actual, *both) in enumerate(zip(results, rounded, exact, strict=True)):
                 check_rounding(f"output {number}", actual, *both)
         except (AssertionError, PtxError) as error:
             return f"{type(error).__name__}: {error}"
@@ -82,13 +82,15 @@ def values(
 
 
 def planted(old: str, new: str, number: int, work: list[Any]) -> str:
-    """Run a work with a copy of `ping_pong`, in which the occurrence `number` of a text is replaced."""
-    parts = inspect.getsource(ping_pong).split(old)
+    """Run a work with copies of the modules, in one of which the occurrence `number` of a text is replaced."""
+    sources = {module.__name__: inspect.getsource(module) for module in (ping_pong, ping_pong_epilogue)}
+    names = [name for name, source in sources.items() if old in source]
+    parts = sources[names[0]].split(old) if len(names) == 1 else []
     if len(parts) < number + 2:
-        return f"{old!r} is not in the source {number + 1} times"
-    source = old.join(parts[: number + 1]) + new + old.join(parts[number + 1 :])
-    with fresh([ping_pong, gemm_ping_pong], {ping_pong.__name__: source}) as copies:
-        return values(*work, module=copies[1])
+        return f"{old!r} is not in one source {number + 1} times"
+    changed = old.join(parts[: number + 1]) + new + old.join(parts[number + 1 :])
+    with fresh([ping_pong, ping_pong_epilogue, gemm_ping_pong], {names[0]: changed}) as copies:
+        return values(*work, module=copies[2])
 
 
 def without(pattern: str, number: int, work: list[Any]) -> str:

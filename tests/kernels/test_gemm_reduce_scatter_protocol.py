@@ -57,7 +57,7 @@ EXCHANGE = gemm_reduce_scatter._exchange
 WORDS = "peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD"
 PART = "part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N"
 HALF = "half_ptr = slot(slots_ptr, rank, {}, slot_bytes, dtype)"
-FIRST = "_first_tile({}, most)"
+FIRST = "first_tile({}, most)"
 
 COPIES = "it signals copies: test_engine_scatter_protocol.py has them"
 

@@ -171,6 +171,7 @@ SIGNALS = {
     "all_reduce_two_shot_kernel": (2, 2, 1, 3),
     "gemm_reduce_scatter_forward_kernel": (3, 2, 1, 3),
     "gemm_reduce_scatter_forward_kernel out_ptr=None": (1, 0, 0, 1),
+    "gemm_reduce_scatter_ping_pong_kernel": (1, 1, 1, 2),
     "await_part_kernel": (0, 1, 0, 1),
     "sum_parts_kernel": (0, 1, 1, 2),
     "all_gather_gemm_forward_kernel": (2, 2, 1, 3),
@@ -192,6 +193,7 @@ SIGNALS = {
 ONE_WORD = {
     "all_gather_gemm_forward_kernel": 1,
     "all_gather_gemm_ping_pong_kernel": 1,
+    "gemm_reduce_scatter_ping_pong_kernel": 1,
     "ring_attention_forward_kernel": 1,
     "ring_attention_forward_kernel RING=True": 1,
     "ring_attention_dq_kernel": 2,
@@ -204,10 +206,11 @@ BY_TMA = {
     "all_gather_gemm_forward_kernel COPIERS=0": ("loads",),
     "gemm_reduce_scatter_forward_kernel": ("loads",),
     "gemm_reduce_scatter_forward_kernel out_ptr=None": ("loads",),
+    "gemm_reduce_scatter_ping_pong_kernel": ("loads",),
     # Chunks are loaded behind a proxy fence, which the emulator checks, and results stored that no peer reads.
     "all_gather_gemm_ping_pong_kernel": ("loads", "stores"),
 }
-ON_HOPPER_ALONE = {"all_gather_gemm_ping_pong_kernel"}
+ON_HOPPER_ALONE = {"all_gather_gemm_ping_pong_kernel", "gemm_reduce_scatter_ping_pong_kernel"}
 
 
 def variant(name: str) -> str:

@@ -51,7 +51,8 @@ def test_a_kernel_that_waits_is_never_replayed_in_another_program() -> None:
 
 BOTH = (
     r"for other ranks \(all_gather_gemm_forward_kernel, all_gather_gemm_ping_pong_kernel,"
-    r" gemm_reduce_scatter_forward_kernel\) and kernels that do not \(gemm_forward_kernel, gemm_ping_pong_kernel\)"
+    r" gemm_reduce_scatter_forward_kernel, gemm_reduce_scatter_ping_pong_kernel\)"
+    r" and kernels that do not \(gemm_forward_kernel, gemm_ping_pong_kernel\)"
 )
 
 

@@ -19,6 +19,7 @@ PROGRAMS = {
     "await_part_kernel": "gemm_reduce_scatter, copy engines",
     "close_copies_kernel": None,
     "gemm_reduce_scatter_forward_kernel": "gemm_reduce_scatter",
+    "gemm_reduce_scatter_ping_pong_kernel": None,
     "open_copies_kernel": "all_gather_gemm, copy engines",
     "reduce_scatter_forward_kernel": "collectives",
     "ring_attention_dq_kernel": "ring_attention",

@@ -34,7 +34,7 @@ _TILES: tuple[Step, ...] = ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4,
 
 SPACES: dict[str, tuple[Step, ...]] = {
     "gemm": (*_GEMM, _PING_PONG),
-    "gemm_reduce_scatter": (*_GEMM, {"SUM_WIDTH": (8, 16, 32, 64, 128)}),
+    "gemm_reduce_scatter": (*_GEMM, {"SUM_WIDTH": (8, 16, 32, 64, 128)}, _PING_PONG),
     "all_gather_gemm": (*_GEMM, _PING_PONG),  # COPIERS and BLOCK_COPY depend on the links, which no trial uses
     "activation_backward": ({"BLOCK_M": (4, 8, 16, 32), "BLOCK_N": (128, 256, 512), "num_warps": (4, 8)},),
     "gemm_sum_partials": ({"BLOCK_M": (8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
-from tpfuse.kernels.launch import multiprocessors
-from tpfuse.tools.operator import CallCost, Draw, OneRank, Operator, Shape, Tensors, on_meta
+from tpfuse.kernels.launch import family, multiprocessors
+from tpfuse.tools.operator import META, CallCost, Draw, OneRank, Operator, Shape, Tensors, on_meta
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ def launches(dtype: torch.dtype) -> None:
     odd = k + 1  # rows that TMA cannot read
     run(3, empty(m, odd), empty(n, odd))
     run(2, empty(m, odd), empty(odd, n).t())
+    if family(META) == "sm_90" and dtype.itemsize == 2:
+        from tpfuse.kernels.gemm_reduce_scatter_ping_pong import gemm_reduce_scatter_ping_pong
+
+        # It is not in the other one's place before a row says PING_PONG.
+        for world in (4, 8):
+            x, end = empty(m, k), on_meta(world, multiprocessors(META) * world, multiprocessors(META))
+            gemm_reduce_scatter_ping_pong(x, empty(n, k), end, bias=empty(n), residual=empty(m // world, n))
+            gemm_reduce_scatter_ping_pong(x, empty(k, n).t(), end)
     run(3, empty(150, odd), empty(n, odd))
     run(8, empty(m, odd), empty(1280, odd))
 
