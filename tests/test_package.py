@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import tpfuse
 from tpfuse.cli import COMMANDS
-from tpfuse.train.errors import EXTRA
+from tpfuse.errors import EXTRA
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = f"tpfuse-{tpfuse.__version__}"
@@ -76,7 +76,7 @@ def test_the_wheel_holds_the_packages(built: Built) -> None:
         names = [name for name in archive.namelist() if not name.endswith("/")]
     assert len(names) == len(set(names))
     assert set(names) == expected | {f"{NAME}.dist-info/{name}" for name in about}
-    assert {"tpfuse/py.typed", "tpfuse/train/watch.html", "tpfuse/models/tiny.toml"} <= expected
+    assert {"tpfuse/py.typed", "tpfuse/commands/watch.html", "tpfuse/models/tiny.toml"} <= expected
 
 
 def _needed(requirements: list[str]) -> set[str]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpfuse._version import __version__
+from tpfuse.errors import CheckpointError, PeerLost, RunError, UserError, check_extra, of_disk
 from tpfuse.nearest import nearest
 from tpfuse.train.child import quick_imports
-from tpfuse.train.errors import CheckpointError, PeerLost, RunError, UserError, check_extra, of_disk
 from tpfuse.train.flags import HELP, parse_plainly
 from tpfuse.train.launchers import launched, several
 from tpfuse.train.messages import accept_all_texts, discard_output, fail, is_first_rank, say, show_cursor, warn
@@ -37,7 +37,7 @@ def _train(arguments: Sequence[str]) -> int:
     if is_first_rank():
         say(f"reading  {options.out if options.resume == 'yes' else options.data.path or STANDARD_LIBRARY}")
     with quick_imports():
-        from tpfuse.train.checkpoint import checkpoint_folders
+        from tpfuse.checkpoint.checkpoint import checkpoint_folders
         from tpfuse.train.launch import RankInfo, launched_rank, start_ranks
         from tpfuse.train.loop import train_rank
         from tpfuse.train.pipeline_options import rank_count
@@ -74,8 +74,8 @@ def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
     """Train as a rank of a launcher. The first rank checks and prepares the run and tells the others the outcome."""
     import torch.distributed as dist
 
+    from tpfuse.checkpoint.agreement import from_first
     from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
-    from tpfuse.train.agreement import from_first
     from tpfuse.train.launch import device_of, join
     from tpfuse.train.loop import train_rank
     from tpfuse.train.setup import check_options, prepare_run, with_layout
@@ -104,7 +104,7 @@ def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
 def _plan(options: "PlanCommand") -> str:
     gc.disable()  # a third of the search's time would pass in looking for garbage, of which it makes none
     try:
-        from tpfuse.plan.command.run import plan
+        from tpfuse.commands.plan.run import plan
 
         return plan(options)
     finally:
@@ -118,13 +118,13 @@ def _profile(arguments: Sequence[str]) -> int:
 
     if arguments[:1] == ["summary"]:
         traces = parse_command(ProfileSummaryCommand, arguments[1:], "profile summary")
-        from tpfuse.profile.command import summary_of
+        from tpfuse.commands.profile import summary_of
 
         print(summary_of(traces.folder))
         return 0
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse_command(ProfileCommand, arguments[:cut], "profile")
-    from tpfuse.profile.command import profile
+    from tpfuse.commands.profile import profile
 
     return profile(options, arguments[cut + 1 :])
 
@@ -164,14 +164,14 @@ COMMANDS = {
         "train a GPT on text, on one rank or many", "tpfuse.cli:_train", parses=True, processes="ranks"
     ),
     "evaluate": Subcommand(
-        "measure the loss of a trained model on a whole text", "tpfuse.train.evaluate:evaluate", "FOLDER", _MODEL,
+        "measure the loss of a trained model on a whole text", "tpfuse.commands.evaluate:evaluate", "FOLDER", _MODEL,
         processes="ranks",
     ),
     "sample": Subcommand(
-        "generate text with a trained model", "tpfuse.train.sample:sample", "FOLDER", _MODEL, processes="ranks"
+        "generate text with a trained model", "tpfuse.commands.sample:sample", "FOLDER", _MODEL, processes="ranks"
     ),
     "export": Subcommand(
-        "write a trained model for Hugging Face's transformers", "tpfuse.train.export:export", unpacked=True
+        "write a trained model for Hugging Face's transformers", "tpfuse.commands.export:export", unpacked=True
     ),
     "memory": Subcommand(
         "count the memory that each rank of a run will hold", "tpfuse.train.memory:memory", "MODEL",
@@ -182,11 +182,11 @@ COMMANDS = {
         "say where the time of each rank goes, and who waits for whom", "tpfuse.cli:_profile", parses=True
     ),
     "watch": Subcommand(
-        "show the metrics of a run in a browser", "tpfuse.train.watch:watch", "RUN", "the folder of a run",
+        "show the metrics of a run in a browser", "tpfuse.commands.watch:watch", "RUN", "the folder of a run",
         unpacked=True, processes="each",
     ),
     "hang": Subcommand(
-        "say which rank the others of a run waited for, from its flight records", "tpfuse.train.hang:hang", "RUN",
+        "say which rank the others of a run waited for, from its flight records", "tpfuse.commands.hang:hang", "RUN",
         "the folder of a run", unpacked=True, processes="each",
     ),
     "prepare": Subcommand("turn text into a token file", "tpfuse.train.setup:prepare"),

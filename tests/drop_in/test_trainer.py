@@ -18,10 +18,10 @@ import tpfuse
 from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
+from tpfuse.checkpoint.checkpoint import Checkpoint
 from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
-from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 SAMPLES, STEPS, SAVED = 7, 6, 3  # of 4 samples a step: 2 steps in an epoch, the last one of 3 samples
@@ -334,7 +334,7 @@ def _together(folder: Path) -> tuple[int, list[str]]:
         with mock.patch.object(Trainer, "_load_rng_state", lambda *_: torch.manual_seed(dist.get_rank())):
             stopped._load_rng_state("a checkpoint whose states of devices are those of another rank")
         messages.append(str(torch.rand(())))
-        for rank, what in ((1, "tpfuse.train.checkpoint.write_safetensors"), (0, "torch.save")):
+        for rank, what in ((1, "tpfuse.checkpoint.checkpoint.write_safetensors"), (0, "torch.save")):
             failing = mock.patch(what, side_effect=full if dist.get_rank() == rank else None, wraps=_named(what))
             with failing, pytest.raises((ValueError, OSError)) as caught:
                 _trainer(folder, (1, 2, 1), save_steps=1).train()

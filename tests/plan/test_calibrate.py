@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.cli import run
-from tpfuse.plan.command import calibrate
-from tpfuse.plan.command.calibrate import SHAPES, CallClock, MachineTimes, gpu_of, measure, sources_of
-from tpfuse.plan.command.planned import planned_cluster
-from tpfuse.plan.command.planned import sources_of as shown_sources
+from tpfuse.commands.plan import calibrate
+from tpfuse.commands.plan.calibrate import SHAPES, CallClock, MachineTimes, gpu_of, measure, sources_of
+from tpfuse.commands.plan.planned import planned_cluster
+from tpfuse.commands.plan.planned import sources_of as shown_sources
 from tpfuse.plan.hardware import GpuSpec, described, load_gpu
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.train.options import PlanCommand

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tpfuse.cli import run
-from tpfuse.plan.command.report import slower
-from tpfuse.plan.command.search import PlanCandidate
+from tpfuse.commands.plan.report import slower
+from tpfuse.commands.plan.search import PlanCandidate
 from tpfuse.plan.memory import RankMemory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes

@@ -27,6 +27,7 @@ from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.comm.rank_order import HALF
+from tpfuse.errors import UserError
 from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.parallel import offloaded_inputs
 from tpfuse.parallel import recompute as recomputing
@@ -42,7 +43,6 @@ from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import check_timed, layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.trainer import StepResult

@@ -9,8 +9,8 @@ import transformers
 
 from tests.support.decoders import FAMILIES, SIZES
 from tests.support.tiers import exhaustive
-from tpfuse.plan.command.planned import planned_model
-from tpfuse.train.errors import UserError
+from tpfuse.commands.plan.planned import planned_model
+from tpfuse.errors import UserError
 from tpfuse.train.options import PlanCommand
 
 

@@ -9,10 +9,9 @@ import pytest
 
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Accumulate, PipelineSchedule, Recompute
-from tpfuse.parallel.pipeline.order import SCHEDULES, order, stage_ranks
-from tpfuse.plan.command.planned import PlannedModel, planned_model
-from tpfuse.plan.command.report import train_arguments
-from tpfuse.plan.command.search import (
+from tpfuse.commands.plan.planned import PlannedModel, planned_model
+from tpfuse.commands.plan.report import train_arguments
+from tpfuse.commands.plan.search import (
     PlanCandidate,
     SearchResult,
     accepts,
@@ -26,12 +25,13 @@ from tpfuse.plan.command.search import (
     usable_memory,
     zero_stages,
 )  # fmt: skip
+from tpfuse.errors import UserError
+from tpfuse.parallel.pipeline.order import SCHEDULES, order, stage_ranks
 from tpfuse.plan.hardware import Cluster, load_gpu, parse_network
 from tpfuse.plan.memory import RankMemory, rank_memory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes, step_times
 from tpfuse.train.config import parse_train
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import PlanCommand
 from tpfuse.train.setup import with_layout
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from tpfuse.cli import run
 from tpfuse.comm import trace
-from tpfuse.profile.command import commands_of
+from tpfuse.commands.profile import commands_of
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.tools import doctor
 from tpfuse.train import step_profile

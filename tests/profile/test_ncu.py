@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tpfuse.errors import UserError
 from tpfuse.profile import ncu
 from tpfuse.profile.kernels import kernels
 from tpfuse.testing.patience import patient
-from tpfuse.train.errors import UserError
 
 TRAIN = ["python", "-m", "tpfuse", "train", "--model.preset", "tiny"]
 ALONE = [sys.executable, "-m", "tpfuse.tools.one_rank"]
@@ -84,7 +84,7 @@ def test_kernels_without_a_program_are_refused(kernel: str, reason: str) -> None
 
 
 def test_nothing_of_the_profilers_imports_torch() -> None:
-    modules = "tpfuse.profile.ncu, tpfuse.profile.nsys, tpfuse.profile.command"
+    modules = "tpfuse.profile.ncu, tpfuse.profile.nsys, tpfuse.commands.profile"
     code = f"import sys, {modules}\ntpfuse.profile.ncu.commands('^gemm_f', ['p'], __import__('pathlib').Path())\n"
     code += "sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=patient(30.0)).returncode == 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tpfuse.errors import RunError, UserError
 from tpfuse.profile import nsys
 from tpfuse.testing.patience import patient
-from tpfuse.train.errors import RunError, UserError
 
 
 def stand_in(folder: Path, script: str) -> str:

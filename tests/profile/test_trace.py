@@ -18,20 +18,20 @@ from tpfuse.choices import Implementation
 from tpfuse.comm import collectives, trace
 from tpfuse.comm.collectives import direct
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
+from tpfuse.errors import UserError
 from tpfuse.kernels.trace import KernelEvent, TracedLaunch
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.parallel.pipeline.pipeline import Pipeline
-from tpfuse.profile.clock import clock_offset
 from tpfuse.profile.perfetto import write_perfetto
-from tpfuse.profile.recording import layer_spans, record
 from tpfuse.profile.summary import Place, summarise, times_of
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.switches import use
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
-from tpfuse.train.errors import UserError
+from tpfuse.trace.clock import clock_offset
+from tpfuse.trace.recording import layer_spans, record
 
 STEPS, DELAY = 3, 0.12  # seconds
 PASS, MICRO_BATCHES = 0.05, 4  # seconds of each forward pass of the late stage, or of a part of a slow collective
@@ -449,7 +449,7 @@ def test_a_failing_call_ends_its_spans() -> None:
 def _offsets(skew: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return what is measured between two hosts, and on one host, where no clock is read."""
     group, device = dist.group.WORLD, torch.device("cpu")
-    with mock.patch("tpfuse.profile.clock.node_identity", lambda: f"host {dist.get_rank()}"):
+    with mock.patch("tpfuse.trace.clock.node_identity", lambda: f"host {dist.get_rank()}"):
         now = (lambda: time.time_ns() + skew) if dist.get_rank() == 1 else time.time_ns
         between = clock_offset(group, device, now)
     return between, clock_offset(group, device, lambda: 1 // 0)

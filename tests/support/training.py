@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of
+from tpfuse.checkpoint.checkpoint import differing, newest_good, save
 from tpfuse.choices import Implementation
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import gather_whole, local_tensor
@@ -29,7 +30,6 @@ from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train import hardware
 from tpfuse.train.batches import Windows
-from tpfuse.train.checkpoint import differing, newest_good, save
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.language_model import ModelConfig

@@ -16,9 +16,9 @@ import torch
 import triton
 
 from tpfuse import cli
+from tpfuse.errors import RunError
 from tpfuse.tools import doctor
 from tpfuse.tools.doctor import Machine, VisibleGpu, profiler
-from tpfuse.train.errors import RunError
 
 GIB = 2**30
 GPUS = [VisibleGpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), f"0000-{number}") for number in range(8)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.cli import run
+from tpfuse.errors import UserError
 from tpfuse.kernels import configurations
 from tpfuse.kernels.configurations import Configuration, choose_configuration, override, read_table, rows_of
 from tpfuse.tools import search
@@ -21,7 +22,6 @@ from tpfuse.tools.resources import Compilation
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
 from tpfuse.tools.tune import tune, with_rows
-from tpfuse.train.errors import UserError
 
 CPU = torch.device("cpu")
 TEXT = """# A table of two operators.

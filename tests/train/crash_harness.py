@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tpfuse.checkpoint import checkpoint, safetensors_file
+from tpfuse.checkpoint.checkpoint import Shard
 from tpfuse.comm.collectives import collective
 from tpfuse.testing.patience import Deadline, patient
-from tpfuse.train import checkpoint, safetensors_file
-from tpfuse.train.checkpoint import Shard
 
 COUNTED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 SHAPES = {"weight": ((4, 6), torch.float32), "moment": ((3,), torch.float64), "count": ((), torch.int64)}

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
+from tpfuse.checkpoint import checkpoint, manifest, safetensors_file
+from tpfuse.checkpoint.checkpoint import CheckpointError, Shard
 from tpfuse.comm.layout import Slices
+from tpfuse.errors import UserError
 from tpfuse.testing.ranks import pool
-from tpfuse.train import checkpoint, manifest, safetensors_file
-from tpfuse.train.checkpoint import CheckpointError, Shard
-from tpfuse.train.errors import UserError
 from tpfuse.zero.shard_slices import rectangles, state_rectangles
 
 SHAPES = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.tiers import exhaustive
-from tpfuse.train import checkpoint, manifest
-from tpfuse.train.checkpoint import CheckpointError, Shard
+from tpfuse.checkpoint import checkpoint, manifest
+from tpfuse.checkpoint.checkpoint import CheckpointError, Shard
 
 DATA = "rank-00000.safetensors"
 

@@ -28,16 +28,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tpfuse
 from tests.support.command import Commands, printed_loss
 from tpfuse import switches
+from tpfuse.checkpoint import durable
+from tpfuse.checkpoint.checkpoint import newest_good
 from tpfuse.cli import COMMANDS, run
-from tpfuse.train import durable, hardware, loop, metrics, options
-from tpfuse.train.checkpoint import newest_good
+from tpfuse.commands.sample import BETWEEN
+from tpfuse.train import hardware, loop, metrics, options
 from tpfuse.train.child import quick_imports
 from tpfuse.train.config import parse_train
 from tpfuse.train.flags import flags_of
 from tpfuse.train.launch import STOP_SIGNALS, StopRequest
 from tpfuse.train.messages import say
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
-from tpfuse.train.sample import BETWEEN
 from tpfuse.train.setup import prepare_run, with_layout
 from tpfuse.train.token_file import write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer

@@ -6,10 +6,10 @@ import pytest
 import tomli_w
 
 import tpfuse.models
+from tpfuse.errors import UserError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.train.config import PRESETS, load_preset, overlaid, parse_prepare, parse_train, read_toml, resolved
 from tpfuse.train.continuation import changes
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
 
 

@@ -11,13 +11,13 @@ import pytest
 import tomli_w
 
 from tests.support.command import Commands
+from tpfuse.checkpoint.checkpoint import Checkpoint
+from tpfuse.checkpoint.manifest import encode
+from tpfuse.errors import UserError
 from tpfuse.train.batches import Mixture
-from tpfuse.train.checkpoint import Checkpoint
 from tpfuse.train.config import parse_train, resolved
 from tpfuse.train.continuation import changes, check_loss, check_start, described, effects
 from tpfuse.train.data import RunData
-from tpfuse.train.errors import UserError
-from tpfuse.train.manifest import encode
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.option_marks import check_needs, meaningless, needs, value_of
 from tpfuse.train.options import Effect, Keeps, TrainCommand

@@ -15,11 +15,11 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from tpfuse.errors import UserError
 from tpfuse.train import batches
 from tpfuse.train.batches import Mixture, Windows, permuted, unigram_loss
 from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, Sources, kept_tokens, listed, read_data, store
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions, Order
 from tpfuse.train.token_file import DamagedTokens, TokenFiles, open_token_files, token_paths, write_token_file
 from tpfuse.train.token_layout import HEADER_BYTES, VERSIONS

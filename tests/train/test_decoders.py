@@ -25,13 +25,13 @@ from tests.support.training import (
     trained_decoder,
 )
 from tpfuse.cli import run
+from tpfuse.commands.shared_model import load_run
 from tpfuse.testing.ranks import pool
 from tpfuse.train.config import read_toml
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.rank_model import Drawing
-from tpfuse.train.shared_model import load_run
 
 TRAINING = (
     "--train.steps 4 --train.batch 4 --model.n-positions 13 --train.eval-every 4 --train.eval-batches 2"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tpfuse.train import checkpoint
-from tpfuse.train.checkpoint import Shard
-from tpfuse.train.durable import DurableFile, make_folder, remove, sync_folder
+from tpfuse.checkpoint import checkpoint
+from tpfuse.checkpoint.checkpoint import Shard
+from tpfuse.checkpoint.durable import DurableFile, make_folder, remove, sync_folder
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path):

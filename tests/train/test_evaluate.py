@@ -22,11 +22,12 @@ from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse import cli
 from tpfuse.comm.layout import local_tensor
+from tpfuse.commands import evaluate, sample
+from tpfuse.commands.shared_model import ModelRanks, SavedModel, _print_result, options_of
+from tpfuse.errors import CheckpointError, RunError, UserError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.patience import wait_until
 from tpfuse.testing.ranks import pool
-from tpfuse.train import evaluate, sample
-from tpfuse.train.errors import CheckpointError, RunError, UserError
 from tpfuse.train.language_model import language_model, outlined
 from tpfuse.train.launch import RankInfo
 from tpfuse.train.options import (
@@ -37,7 +38,6 @@ from tpfuse.train.options import (
     SampleCommand,
 )
 from tpfuse.train.setup import check_layout
-from tpfuse.train.shared_model import ModelRanks, SavedModel, _print_result, options_of
 from tpfuse.train.token_file import write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer
 

@@ -31,14 +31,14 @@ import tokenizers
 
 from tests.support.tiers import exhaustive
 from tests.support.training import prepared
+from tpfuse.checkpoint.untrusted import Unreadable, read_pickle
+from tpfuse.errors import UserError
 from tpfuse.train import corpus, token_file
 from tpfuse.train.corpus import encoded, find_text
 from tpfuse.train.data import encode_text, read_data
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import open_token_files, token_paths, write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer, CharTokenizer, FileTokenizer, Tokens, build_tokenizer, from_json
-from tpfuse.train.untrusted import Unreadable, read_pickle
 
 DOCUMENTS = ["one", "zwei,\nü ☃\r\n", 'a "quoted" {"text": 3}\t\\n', "x" * 3000]
 RECORDS = [{"id": index, "text": document, "more": None} for index, document in enumerate(DOCUMENTS)]

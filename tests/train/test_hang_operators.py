@@ -30,11 +30,11 @@ from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.stacks import offered_stack
+from tpfuse.commands.hang import hang
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.switches import chosen_implementation, use
 from tpfuse.testing.patience import patient
-from tpfuse.train.hang import hang
 from tpfuse.zero import shard
 from tpfuse.zero.flat_adamw import FlatAdamW
 

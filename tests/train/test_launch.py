@@ -21,10 +21,10 @@ from torch.distributed import HashStore
 from tests.support.command import Command, losses
 from tpfuse import cli
 from tpfuse.comm.errors import Unavailable
+from tpfuse.commands.hang import hang
+from tpfuse.errors import PeerLost, RunError, UserError
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.train import launch
-from tpfuse.train.errors import PeerLost, RunError, UserError
-from tpfuse.train.hang import hang
 from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.messages import fail
 from tpfuse.train.metrics import read_metrics
@@ -233,7 +233,7 @@ def test_a_killed_parent_leaves_no_rank(endless: Start, tmp_path: Path, monkeypa
 RANKS = """
 import sys, time
 from tpfuse.train import launch
-from tpfuse.train.errors import RunError
+from tpfuse.errors import RunError
 
 class Import:
     def __reduce__(self):

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.command import Command, losses
 from tpfuse.cli import COMMANDS, run
+from tpfuse.errors import UserError
 from tpfuse.tools import doctor
-from tpfuse.train.errors import UserError
 from tpfuse.train.launchers import LAUNCHERS, launched, several
 
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

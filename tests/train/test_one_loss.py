@@ -27,12 +27,12 @@ from tests.support.training import (
     whole_weights,
 )
 from tpfuse.choices import Implementation, Kernels
+from tpfuse.errors import RunError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
-from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.reducer import shard_update

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tpfuse.errors import UserError
 from tpfuse.train.config import parse_train
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order
 from tpfuse.train.setup import with_layout

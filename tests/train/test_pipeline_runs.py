@@ -15,10 +15,10 @@ from torch import Tensor
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
 from tpfuse.comm.layout import local_tensor
+from tpfuse.errors import RunError
 from tpfuse.models.gpt import TIED
 from tpfuse.models.gpt_block import Block
 from tpfuse.testing.ranks import pool
-from tpfuse.train.errors import RunError
 from tpfuse.train.trainer import Trainer
 
 Layout = dict[str, Any]

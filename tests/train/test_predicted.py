@@ -7,13 +7,13 @@ import pytest
 import transformers
 
 from tests.support.decoders import FAMILIES, OTHERS, SIZES
+from tpfuse.commands.plan.planned import planned_cluster, planned_model
+from tpfuse.commands.plan.search import search, train_options
+from tpfuse.errors import UserError
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.plan.command.planned import planned_cluster, planned_model
-from tpfuse.plan.command.search import search, train_options
 from tpfuse.plan.hardware import known_gpu
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import parameter_count
 from tpfuse.train.memory import memory_of
 from tpfuse.train.options import PlanCommand, TrainCommand

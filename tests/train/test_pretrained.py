@@ -18,6 +18,9 @@ from tests.support.tiers import exhaustive
 from tests.support.training import new_trainer, options_of
 from tpfuse.cli import run
 from tpfuse.comm.layout import gather_whole, local_tensor
+from tpfuse.commands.export import export
+from tpfuse.commands.sample import BETWEEN
+from tpfuse.commands.shared_model import load_run
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
@@ -26,11 +29,8 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import read_toml
-from tpfuse.train.export import export
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.metrics import read_metrics
-from tpfuse.train.sample import BETWEEN
-from tpfuse.train.shared_model import load_run
 from tpfuse.train.tokenizer import FileTokenizer
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
@@ -258,7 +258,7 @@ def test_an_export_names_the_tokens_that_begin_and_end_a_text(tmp_path: Path, mo
     made.decoder = tokenizers.decoders.Metaspace()  # which writes a space for the underscore
     made.post_processor = tokenizers.processors.TemplateProcessing("<▁s> $A", special_tokens=[("<▁s>", 1)])
     run = SimpleNamespace(config=CONFIG, module=_model()), FileTokenizer(made.to_str())
-    monkeypatch.setattr("tpfuse.train.export.load_run", lambda *_: run)
+    monkeypatch.setattr("tpfuse.commands.export.load_run", lambda *_: run)
     export(tmp_path, tmp_path / "new")
     settings, theirs = (
         json.loads((tmp_path / "new" / "config.json").read_text()),

@@ -34,14 +34,14 @@ from tests.support.training import (
     trained,
     whole_weights,
 )
+from tpfuse.checkpoint.checkpoint import newest_good
 from tpfuse.comm.decisions import add_decisions, machine, read_decisions
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import set_settings
+from tpfuse.errors import RunError
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.train.batches import Windows
-from tpfuse.train.checkpoint import newest_good
-from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import PreparedRun
 from tpfuse.train.trainer import Trainer

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpfuse.train.errors import UserError
+from tpfuse.errors import UserError
 from tpfuse.train.options import LearningRateSchedule, OptimOptions
 from tpfuse.train.schedule import learning_rate, long_warmup, steps_of
 

@@ -23,12 +23,12 @@ from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
+from tpfuse.errors import RunError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.switches import use
 from tpfuse.testing.ranks import GpuRankPool, on_ranks, pool
 from tpfuse.train import setup, step_graph
 from tpfuse.train import trainer as trainer_module
-from tpfuse.train.errors import RunError
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.step_graph import LAUNCHED, GraphCalls, StepGraph
 from tpfuse.train.trainer import Trainer

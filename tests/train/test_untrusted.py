@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from tests.support.command import Commands
-from tpfuse.train.checkpoint import Checkpoint
+from tpfuse.checkpoint.checkpoint import Checkpoint
+from tpfuse.checkpoint.manifest import CheckpointError, encode
+from tpfuse.checkpoint.untrusted import EACH, Unreadable, check, read_bytes, read_json, read_text
+from tpfuse.errors import UserError
 from tpfuse.train.config import read_toml
-from tpfuse.train.errors import UserError
-from tpfuse.train.manifest import CheckpointError, encode
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.token_file import open_token_files
 from tpfuse.train.tokenizer import ByteTokenizer
-from tpfuse.train.untrusted import EACH, Unreadable, check, read_bytes, read_json, read_text
 
 Make = Callable[[Path], object]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Commands
+from tpfuse.commands.watch import PICTURE, open_server
 from tpfuse.parallel.pipeline.order import order
 from tpfuse.parallel.pipeline.timeline import timeline
 from tpfuse.testing.patience import patient
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.pipeline_picture import NAME, draw_pipeline
-from tpfuse.train.watch import PICTURE, open_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -10,7 +10,7 @@ same batches, and compare them in every step. Where accelerate repeats samples t
 their labels are masked.
 
 A checkpoint has whole weights in Hugging Face's form, which the first rank writes, and in its folder `optimizer` the
-trained parameters and their moments, of which each rank writes its own (`tpfuse.train.checkpoint`), so that any layout
+trained parameters and their moments, of which each rank writes its own (`tpfuse.checkpoint`), so that any layout
 resumes from it. What several ranks cannot keep exactly is refused before training.
 """
 
@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 from transformers import Trainer, TrainingArguments
 
+from tpfuse.checkpoint.checkpoint import Checkpoint, CheckpointError, Shard, save
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.collectives.one_model import compare_inputs, share_generators
@@ -38,7 +39,6 @@ from tpfuse.drop_in.huggingface import check_release, outermost, takes_labels
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.drop_in.weights import agreement, is_persistent, offer_save_pretrained
-from tpfuse.train.checkpoint import Checkpoint, CheckpointError, Shard, save
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.optimizer import ZeroOptimizer
 

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from tpfuse._lazy import lazy_names
 
-_MODULES = {"record": "tpfuse.profile.recording"}
+_MODULES = {"record": "tpfuse.trace.recording"}
 __all__ = [*_MODULES]
 
 if TYPE_CHECKING:
-    from tpfuse.profile.recording import record as record
+    from tpfuse.trace.recording import record as record
 else:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tpfuse.errors import UserError
 from tpfuse.profile.kernels import PROGRAMS, kernels
-from tpfuse.train.errors import UserError
 
 _ONE_RANK = [sys.executable, "-m", "tpfuse.tools.one_rank"]
 _LAUNCHES = 5  # of a kernel, which are measured

@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpfuse.train.errors import RunError, UserError
+from tpfuse.errors import RunError, UserError
 
 _PATIENCE = 600.0  # seconds: a report of some GB is converted first
 

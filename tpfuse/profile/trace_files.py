@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tpfuse.checkpoint.untrusted import Unreadable, read_json
 from tpfuse.comm.trace import FORMAT, LaunchMark, Span
-from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, read_json
+from tpfuse.errors import UserError
 
 _SCHEMA = {
     "format": int, "rank": int, "group": [int], "host": str, "device": str, "layout": dict, "clock_offset_ns": int,

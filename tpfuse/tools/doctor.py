@@ -31,11 +31,11 @@ from tpfuse.comm.decisions import driver
 from tpfuse.comm.dispatch import choice_for
 from tpfuse.comm.limits import core_time, openmp_threads, set_threads
 from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.errors import UserError
 from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
 from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.assembler import ptxas
-from tpfuse.train.errors import UserError
 from tpfuse.train.launchers import launched
 
 # The Triton that belongs to each torch, for builds of torch that do not require one.

@@ -14,11 +14,11 @@ from time import monotonic
 import torch
 from torch import Tensor
 
+from tpfuse.errors import RunError
 from tpfuse.kernels.configurations import Configuration, override
 from tpfuse.testing.compare import unwritten_memory_is_nan
 from tpfuse.tools.operator import Trial, check_rounding
 from tpfuse.tools.search_space import Step, candidates
-from tpfuse.train.errors import RunError
 
 Inspect = Callable[[Sequence[Configuration], Sequence[Trial]], list[str]]
 Measure = Callable[[Callable[[], object]], float]

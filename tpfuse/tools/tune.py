@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.testing
 
+from tpfuse.checkpoint.durable import replace_file
+from tpfuse.errors import UserError, check_at_least, refusing
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration, override, read_table, rows_of
 from tpfuse.tools.compilation import compile_jobs
@@ -33,8 +35,6 @@ from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
-from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import UserError, check_at_least, refusing
 
 
 def tune(

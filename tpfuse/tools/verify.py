@@ -26,6 +26,7 @@ from tpfuse._version import __version__
 from tpfuse.comm.comparison import error_bound
 from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.errors import RunError, UserError
 from tpfuse.kernels import launch
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected, check_kind, evaluate, largest_error, unwritten_memory_is_nan
@@ -38,7 +39,6 @@ from tpfuse.tools.rank_programs import ALONE, PROGRAMS, VARIANTS
 from tpfuse.tools.recorded import DTYPES
 from tpfuse.tools.search import copies, one_line, widened
 from tpfuse.tools.training import TrainingRun, train_each
-from tpfuse.train.errors import RunError, UserError
 
 _LONGEST = 600.0  # seconds of a program, with the compilation of its kernels
 TRAINING = "training"  # a name that may be given besides those of the operators

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from tpfuse.train.errors import RunError, UserError
+from tpfuse.errors import RunError, UserError
 from tpfuse.train.messages import accept_all_texts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpfuse.train.errors import RunError, UserError
+from tpfuse.errors import RunError, UserError
 from tpfuse.train.hardware import device_count
 
 _MOST = 300  # characters of the compiler's message

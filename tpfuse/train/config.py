@@ -21,14 +21,14 @@ import docstring_parser
 import tyro
 
 import tpfuse.models
+from tpfuse.checkpoint import untrusted
+from tpfuse.checkpoint.untrusted import quoted, reading
+from tpfuse.errors import UserError
 from tpfuse.nearest import nearest
-from tpfuse.train import untrusted
-from tpfuse.train.errors import UserError
 from tpfuse.train.flags import HELP, flags_of, key_of, unknown
 from tpfuse.train.option_marks import meaningless, without
 from tpfuse.train.options import FIRST, DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.schedule import lowest
-from tpfuse.train.untrusted import quoted, reading
 
 T = TypeVar("T")
 PRESETS: tuple[str, ...] = get_args(Preset)

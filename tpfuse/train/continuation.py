@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tpfuse.errors import UserError
 from tpfuse.train.config import BEFORE, overlaid, read_toml, renewed, resolved, stored
-from tpfuse.train.errors import UserError
 from tpfuse.train.option_marks import described as described_options
 from tpfuse.train.option_marks import marks, needs, value_of
 from tpfuse.train.options import Effect, TrainCommand

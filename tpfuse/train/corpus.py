@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from tpfuse.train.errors import UserError, hub_hint, of_disk
+from tpfuse.errors import UserError, hub_hint, of_disk
 from tpfuse.train.messages import warn
 from tpfuse.train.text_file import Piece, TextFile
 from tpfuse.train.token_file import Progress, folders_of, is_pattern, matches

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpfuse.errors import UserError
 from tpfuse.train.batches import Mixture
 from tpfuse.train.config import read_toml
 from tpfuse.train.corpus import Corpus, characters, encoded, find_text
-from tpfuse.train.errors import UserError
 from tpfuse.train.messages import say
 from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import (

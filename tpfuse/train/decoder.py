@@ -39,6 +39,7 @@ from tpfuse.drop_in.parallel_forward import causal_loss
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
 from tpfuse.drop_in.structure import Recognised, decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_weights
+from tpfuse.errors import instead_of
 from tpfuse.models.generate import choose
 from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents
 from tpfuse.parallel.initialize import seed_of
@@ -46,7 +47,6 @@ from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.pipeline.parts import as_modules
 from tpfuse.train.batches import MicroBatch
-from tpfuse.train.errors import instead_of
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages
 from tpfuse.train.rank_model import Drawing, LanguageModel

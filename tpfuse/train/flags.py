@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
+from tpfuse.checkpoint.untrusted import quoted
+from tpfuse.errors import UserError
 from tpfuse.nearest import nearest
-from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import quoted
 
 T = TypeVar("T")
 HELP = {"-h", "--help", "--help-all"}

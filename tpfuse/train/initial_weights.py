@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tpfuse.checkpoint.checkpoint import Checkpoint, Shards
+from tpfuse.checkpoint.untrusted import Unreadable, check, read_toml
 from tpfuse.drop_in.weights import read_shard
+from tpfuse.errors import UserError, instead_of, refusing
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
-from tpfuse.train.checkpoint import Checkpoint, Shards
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError, instead_of, refusing
 from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.messages import warn
 from tpfuse.train.options import ModelOptions, TrainCommand
 from tpfuse.train.saved_state import fits, open_run, saved_state
 from tpfuse.train.tokenizer import Tokenizer
-from tpfuse.train.untrusted import Unreadable, check, read_toml
 
 _SHAPE = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "layer_norm_epsilon")  # dropout has no weights
 _POSITIONS = "transformer.wpe.weight"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.checkpoint.untrusted import check
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.drop_in.structure import decoder_layers
@@ -24,7 +25,6 @@ from tpfuse.train.decoder import DecoderConfig, DecoderModel
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages, pipeline_order
 from tpfuse.train.rank_model import Drawing, LanguageModel
-from tpfuse.train.untrusted import check
 
 ModelConfig = GPTConfig | DecoderConfig
 

@@ -28,8 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from tpfuse.comm.collectives.collective import is_lost_peer
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
+from tpfuse.errors import PeerLost, RunError, UserError, of_disk
 from tpfuse.train.child import begin
-from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
 from tpfuse.train.hardware import is_out_of_memory
 from tpfuse.train.launchers import launched
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tpfuse.train.errors import UserError
+from tpfuse.errors import UserError
 
 
 class Launcher(NamedTuple):

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse._version import __version__
+from tpfuse.checkpoint import checkpoint
+from tpfuse.checkpoint.agreement import agree, agree_to_load
 from tpfuse.comm.autotune import autotune
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
@@ -24,14 +26,12 @@ from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.mesh import build_mesh, tensor_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
+from tpfuse.errors import CheckpointError, RunError, UserError
 from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.switches import use
-from tpfuse.train import checkpoint
-from tpfuse.train.agreement import agree, agree_to_load
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import resolved
 from tpfuse.train.continuation import check_loss
-from tpfuse.train.errors import CheckpointError, RunError, UserError
 from tpfuse.train.hardware import (
     expand_segments,
     held_bytes,
@@ -208,7 +208,10 @@ class TrainingLoop:
     def run_to_end(self) -> None:
         """Train until the last step or until a rank is asked to stop, save, and print the result."""
         self.peak, source = peak_flops(self.device, self.trainer.compute_dtype)
-        introduce(self, source)
+        introduce(
+            self.run, self.trainer, self.windows.tokens, self.info, peak=(self.peak, source),
+            micro_batch=self.micro_batch, predicted=self.predicted, prediction=self.prediction,
+        )  # fmt: skip
         started, steps = perf_counter(), self.options.train.steps
         tokens = self.options.train.batch * self.run.config.n_positions
         if self.first and self.run.checkpoint is None and (line := long_warmup(self.options.optim, steps, tokens)):
@@ -234,7 +237,11 @@ class TrainingLoop:
                 )
         else:
             goodput = None if reporter is None else reporter.goodput(self.trained)
-            conclude(self, seconds, goodput, ["loss.png", *([picture] if picture else [])])
+            conclude(
+                self.run, self.trainer, self.windows.tokens, self.val_windows.tokens, val_loss=self.val_loss,
+                saved_step=self.saved_step, seconds=seconds, goodput=goodput,
+                pictures=["loss.png", *([picture] if picture else [])],
+            )  # fmt: skip
         if self.saved_step != self.trainer.step:
             newest = "there is none" if self.saved_step is None else f"the newest is of step {self.saved_step}"
             raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")

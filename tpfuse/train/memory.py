@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import local_tensor
+from tpfuse.errors import UserError, check_at_least, instead_of
 from tpfuse.nearest import nearest
 from tpfuse.plan.memory import RankMemory, memories, uncounted
 from tpfuse.plan.sizes import ModelSizes, TrainingProgram
@@ -18,7 +19,6 @@ from tpfuse.plan.states import rank_parameters
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named, listed
 from tpfuse.train.decoder import shape_mesh
-from tpfuse.train.errors import UserError, check_at_least, instead_of
 from tpfuse.train.language_model import ModelConfig, outlined, parameter_count
 from tpfuse.train.option_marks import meaningless, without
 from tpfuse.train.options import MemoryCommand, TrainCommand

@@ -18,9 +18,9 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from tpfuse.train.durable import replace_file
+from tpfuse.checkpoint.durable import replace_file
+from tpfuse.checkpoint.untrusted import Unreadable, parsed_json, read_bytes, reading
 from tpfuse.train.messages import say, warn
-from tpfuse.train.untrusted import Unreadable, parsed_json, read_bytes, reading
 
 _BAR = 20  # columns of the progress bar
 

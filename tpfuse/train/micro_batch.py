@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.errors import UserError
 from tpfuse.plan.memory import memories, uncounted
-from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import free_bytes
 from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.memory import counted_model

@@ -1,6 +1,6 @@
 """What the options of a run mean for Muon."""
 
-from tpfuse.train.errors import UserError
+from tpfuse.errors import UserError
 from tpfuse.train.options import OptimOptions
 from tpfuse.zero.muon import MuonOptions
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tpfuse.comm.trace import Kind, Span, observed
-from tpfuse.train.errors import optional_package
+from tpfuse.errors import optional_package
 
 DOMAIN = "tpfuse"
 

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, get_type_hints
 
-from tpfuse.train.errors import UserError
+from tpfuse.errors import UserError
 from tpfuse.train.options import Effect, Needs, TrainCommand
 
 Place = tuple[str, ...]  # of an option in the document of `tpfuse.train.config.resolved`

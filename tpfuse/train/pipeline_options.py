@@ -1,15 +1,11 @@
 """What the options of a run mean for its pipeline: the order of a step, and the stages of the model."""
 
 import contextlib
-from typing import TYPE_CHECKING
 
-from tpfuse.parallel.pipeline.cut import Cost, Stage, cut_layers, explicit_cut, stage_costs
+from tpfuse.parallel.pipeline.cut import Cost, Cuttable, Stage, cut_layers, explicit_cut, stage_costs
 from tpfuse.parallel.pipeline.order import Order, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.timeline import Timeline, predicted
 from tpfuse.train.options import ParallelOptions, TrainCommand
-
-if TYPE_CHECKING:
-    from tpfuse.train.language_model import ModelConfig
 
 _ROUNDS = 4  # micro-batches for each pipeline rank, by default
 
@@ -78,17 +74,17 @@ def pipeline_order(options: TrainCommand) -> Order:
     return order(parallel.pp_schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
 
 
-def predicted_timeline(options: TrainCommand, config: "ModelConfig") -> Timeline:
+def predicted_timeline(options: TrainCommand, config: Cuttable) -> Timeline:
     """Return a step whose passes take time by their operations alone, in operations for each token."""
     return predicted(pipeline_order(options), pipeline_costs(options, config))
 
 
-def pipeline_costs(options: TrainCommand, config: "ModelConfig") -> list[Cost]:
+def pipeline_costs(options: TrainCommand, config: Cuttable) -> list[Cost]:
     """Return the costs of the stages, as they are counted for the cut. Raise as `pipeline_stages` does."""
     return stage_costs(pipeline_stages(options, config), *config.part_costs())
 
 
-def pipeline_stages(options: TrainCommand, config: "ModelConfig") -> list[Stage]:
+def pipeline_stages(options: TrainCommand, config: Cuttable) -> list[Stage]:
     """Return the stages of the model on all pipeline ranks. Raise ValueError for layers that cannot be cut so."""
     owners, costs = stage_owners(options.parallel), config.part_costs()
     if options.parallel.pp_layers:
@@ -96,7 +92,7 @@ def pipeline_stages(options: TrainCommand, config: "ModelConfig") -> list[Stage]
     return cut_layers(*costs, owners)
 
 
-def own_stages(options: TrainCommand, config: "ModelConfig", rank: int) -> list[Stage]:
+def own_stages(options: TrainCommand, config: Cuttable, rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank. Raise as `pipeline_stages` does."""
     owners = stage_owners(options.parallel)
     return [stage for stage, owner in zip(pipeline_stages(options, config), owners, strict=True) if owner == rank]

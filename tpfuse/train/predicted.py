@@ -15,12 +15,12 @@ from torch import nn
 from tpfuse.drop_in.huggingface import causal_model, register
 from tpfuse.drop_in.kept_activations import kept_by_blocks
 from tpfuse.drop_in.weights import empty_model
+from tpfuse.errors import UserError
 from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.plan.hardware import Cluster, known_gpu, parse_network
 from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, TrainingProgram
 from tpfuse.plan.time import StepTimes, simulated_step, step_times
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import ModelConfig, blocks_of
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages, stages_per_rank

@@ -1,69 +1,81 @@
 """The lines that a run prints around its steps: what it will do, what it has measured, what came out."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from tpfuse.errors import UserError
 from tpfuse.layers.explain import plans, summary
+from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.switches import resolved_kernels
 from tpfuse.train.batches import Mixture, unigram_loss
 from tpfuse.train.data import percent
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import held_bytes, memory_bytes
 from tpfuse.train.language_model import parameter_count
+from tpfuse.train.launch import RankInfo
 from tpfuse.train.memory import memory_of, remarks
 from tpfuse.train.messages import program, say
 from tpfuse.train.metrics import draw_losses, read_metrics
 from tpfuse.train.options import TrainOptions
 from tpfuse.train.pipeline_options import described_layout, micro_batch_size, pipeline_costs, pipeline_stages
+from tpfuse.train.predicted import Prediction
 from tpfuse.train.setup import PreparedRun
 from tpfuse.train.step_graph import LAUNCHED
 from tpfuse.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from tpfuse.train.loop import TrainingLoop
 
 _SAMPLE_TOKENS = 200
 _COUNTED = 2**30  # tokens: seconds of counting, while the other ranks have ended
 
 
-def introduce(loop: "TrainingLoop", peak_source: str) -> None:
-    """Print what the run will do. Collective."""
-    trainer, run, train = loop.trainer, loop.run, loop.options.train
-    config, device = run.config, trainer.device
+def introduce(
+    run: PreparedRun,
+    trainer: Trainer,
+    tokens: Mixture,
+    info: RankInfo,
+    *,
+    peak: tuple[float, str],
+    micro_batch: str,
+    predicted: Timeline | None,
+    prediction: Prediction | None,
+) -> None:
+    """Print what the run will do. Collective.
+
+    peak: the FLOP/s of a rank, and where they are known from; micro_batch: why micro-batches have their size, or "";
+    predicted: the step of a pipeline; prediction: the planner's, if it can predict the run.
+    """
+    options, train, config, device = run.options, run.options.train, run.config, trainer.device
     layers, pipeline = plans(trainer.model), []
-    if trainer.runner is not None and loop.predicted is not None:
-        stages, costs = pipeline_stages(loop.options, config), pipeline_costs(loop.options, config)
-        plan = trainer.runner.plan(stages, costs, trainer.dtype, loop.predicted)
-        pipeline = plan.explanation(f" of {micro_batch_size(loop.options)} sequences")
-    if not loop.first:
+    if trainer.runner is not None and predicted is not None:
+        stages, costs = pipeline_stages(options, config), pipeline_costs(options, config)
+        plan = trainer.runner.plan(stages, costs, trainer.dtype, predicted)
+        pipeline = plan.explanation(f" of {micro_batch_size(options)} sequences")
+    if info.rank > 0:
         return
-    count, world = torch.get_num_threads(), loop.info.world
+    count, world = torch.get_num_threads(), info.world
     threads = f", {count} thread{'s' * (count > 1)} each" if device.type == "cpu" else ""
     if run.weights is not None:
         say(f"weights  from {run.weights}")
     kind = f"{config.settings['model_type']}, " if isinstance(config, DecoderConfig) else ""
     size = f"{config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads"
     say(f"model    {kind}{size}, {parameter_count(config) / 1e6:.2f}M parameters")
-    say(f"text     {_text(run, loop.windows.tokens)}, vocabulary {config.vocab_size}")
-    layout = described_layout(tp=trainer.tp, cp=trainer.context.size, dp=trainer.dp, pp=loop.options.parallel.pp)
+    say(f"text     {_text(run, tokens)}, vocabulary {config.vocab_size}")
+    layout = described_layout(tp=trainer.tp, cp=trainer.context.size, dp=trainer.dp, pp=options.parallel.pp)
     precision = train.dtype + ("" if train.autocast == "none" else f" with autocast to {train.autocast}")
     say(f"ranks    {layout} on {device.type}{threads}, {precision}, {_kernels(trainer, train)}")
     if pipeline:
         say("pipeline " + "\n         ".join(pipeline))
     if layers and trainer.tp * trainer.context.size > 1:
         say(f"layers   {summary([each for each in layers if each.implementation != 'local'])}")
-    tokens = train.batch * config.n_positions
-    say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
-    if loop.micro_batch:
-        say(f"         {loop.micro_batch}")
+    a_step = train.batch * config.n_positions
+    say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {a_step} tokens per step")
+    if micro_batch:
+        say(f"         {micro_batch}")
     say(f"memory   {_counted(run, trainer)}")
-    say(f"MFU      of {loop.peak * world / 1e12:.3g} TFLOP/s ({world} x {loop.peak / 1e12:.3g}, {peak_source})")
-    if loop.prediction is not None:
-        say(f"plan     {loop.prediction.described()} (predicted, see tpfuse plan)")
+    say(f"MFU      of {peak[0] * world / 1e12:.3g} TFLOP/s ({world} x {peak[0] / 1e12:.3g}, {peak[1]})")
+    if prediction is not None:
+        say(f"plan     {prediction.described()} (predicted, see tpfuse plan)")
     say(f"run      {run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
     for line in run.changes:
         say(line)
@@ -118,32 +130,41 @@ def measured(device: torch.device, held_before: int) -> str:
 
 
 def conclude(
-    loop: "TrainingLoop", seconds: float, goodput: tuple[float, float] | None, pictures: Sequence[str]
+    run: PreparedRun,
+    trainer: Trainer,
+    tokens: Mixture,
+    val_tokens: Mixture,
+    *,
+    val_loss: float | None,
+    saved_step: int | None,
+    seconds: float,
+    goodput: tuple[float, float] | None,
+    pictures: Sequence[str],
 ) -> None:
     """Print losses, a sample and the files, and draw the losses. Collective, since all ranks generate the sample.
 
-    goodput: as `Reporter.goodput` returns it, on the first rank.
+    val_loss: the last one; saved_step: the step of the newest checkpoint; seconds: of this start; goodput: as
+    `Reporter.goodput` returns it, on the first rank; pictures: the names of files that the run has drawn.
     """
-    run, trainer, tokens = loop.run, loop.trainer, loop.windows.tokens
     start = torch.from_numpy(tokens.sources[0][:1].astype(np.int64)).to(trainer.device)
     ids = trainer.generate(start.unsqueeze(0), min(_SAMPLE_TOKENS, 4 * run.config.n_positions))
     if goodput is None:
         return
-    val_tokens, unigram = loop.val_windows.tokens, None
+    unigram = None
     if min(map(len, val_tokens.sources)) > 0 and sum(map(len, tokens.sources)) <= _COUNTED:
         unigram = unigram_loss(tokens, val_tokens, run.config.vocab_size)
     draw_losses(run.folder, unigram)
     say("\nsample\n------")
     say(run.data.train.tokenizer.decode(ids[0].tolist()))
     say("------")
-    if loop.val_loss is not None and unigram is not None:
+    if val_loss is not None and unigram is not None:
         rows = [row for row in read_metrics(run.folder / "metrics.jsonl") if row["step"] < trainer.step]
         first = next((f"{row['val_loss']:.4f} -> " for row in rows if row.get("val_loss") is not None), "")
-        say(f"validation loss {first}{loop.val_loss:.4f} nats per token")
+        say(f"validation loss {first}{val_loss:.4f} nats per token")
         say(f"a unigram model, which knows only how often each token occurs, has a loss of {unigram:.4f}")
     wall, share = goodput
     say(f"trained {trainer.step} steps, {seconds:.0f} s; goodput {share:.0%} of {wall:.0f} s since the first start")
-    newest = "no checkpoint" if loop.saved_step is None else f"step-{loop.saved_step}/"
+    newest = "no checkpoint" if saved_step is None else f"step-{saved_step}/"
     data = ["data/"] if (run.folder / "data").is_dir() else []
     files = ["metrics.jsonl", *pictures, "tensorboard/", "config.toml", "tokenizer.json", *data, newest]
     say(f"files in {run.folder}/: {', '.join(files)}")

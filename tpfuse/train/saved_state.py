@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from tpfuse.checkpoint.checkpoint import Checkpoint, CheckpointError, newest_good
+from tpfuse.checkpoint.manifest import MANIFEST
+from tpfuse.checkpoint.untrusted import Unreadable, check, quoted, read_json
+from tpfuse.errors import UserError, instead_of
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.train.checkpoint import Checkpoint, CheckpointError, newest_good
-from tpfuse.train.errors import UserError, instead_of
 from tpfuse.train.language_model import ModelConfig, config_from_json
-from tpfuse.train.manifest import MANIFEST
 from tpfuse.train.messages import warn
 from tpfuse.train.tokenizer import Tokenizer, from_json
-from tpfuse.train.untrusted import Unreadable, check, quoted, read_json
 
 _SCHEMA = {
     "step": int,

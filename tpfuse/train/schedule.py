@@ -3,7 +3,7 @@
 import math
 import re
 
-from tpfuse.train.errors import UserError
+from tpfuse.errors import UserError
 from tpfuse.train.options import OptimOptions
 
 _TOKENS = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?) *tokens")

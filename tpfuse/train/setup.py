@@ -17,19 +17,19 @@ import tomli_w
 import torch
 
 from tpfuse import switches
+from tpfuse.checkpoint.checkpoint import Checkpoint, checkpoint_folders, newest_good
+from tpfuse.checkpoint.durable import replace_file
 from tpfuse.comm.stacks import remove_stacks
+from tpfuse.errors import CheckpointError, UserError, check_at_least, refusing
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.switches import resolved_kernels, use
-from tpfuse.train.checkpoint import Checkpoint, checkpoint_folders, newest_good
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import BEFORE, profiled_steps, resolved, stored
 from tpfuse.train.continuation import check_schedule, check_start, described
 from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import CheckpointError, UserError, check_at_least, refusing
 from tpfuse.train.hardware import device_count
 from tpfuse.train.initial_weights import differences, find_source
 from tpfuse.train.language_model import ModelConfig, as_json, outlined

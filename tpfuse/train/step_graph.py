@@ -31,8 +31,8 @@ from torch import Tensor
 from tpfuse.comm.collectives.collective import is_lost_peer
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.errors import RunError
 from tpfuse.train.batches import MicroBatch
-from tpfuse.train.errors import RunError
 from tpfuse.train.hardware import is_out_of_memory
 from tpfuse.train.options import TrainCommand
 from tpfuse.zero.gradient_buckets import GradientBuckets

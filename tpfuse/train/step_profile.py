@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from tpfuse.profile.recording import kernels_compiled_for_traces, layer_spans, record, step_span
+from tpfuse.trace.recording import kernels_compiled_for_traces, layer_spans, record, step_span
 from tpfuse.train.config import profiled_steps
 from tpfuse.train.messages import warn
 from tpfuse.train.nvtx import NvtxRanges

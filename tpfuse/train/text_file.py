@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tpfuse.train.errors import UserError, optional_package
-from tpfuse.train.untrusted import MOST, check_fetched, check_regular, quoted, reading
+from tpfuse.checkpoint.untrusted import MOST, check_fetched, check_regular, quoted, reading
+from tpfuse.errors import UserError, optional_package
 
 _PART = 1 << 20  # characters, or bytes, in one read
 _ROWS = 1024  # rows of a Parquet file in one read

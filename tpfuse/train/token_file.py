@@ -26,11 +26,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tpfuse.train.durable import replace_file, sha256_of
-from tpfuse.train.errors import UserError, of_disk
+from tpfuse.checkpoint.durable import replace_file, sha256_of
+from tpfuse.checkpoint.untrusted import EACH, Unreadable, read_json, read_pickle, reading
+from tpfuse.errors import UserError, of_disk
 from tpfuse.train.token_layout import DTYPES, HEADER_BYTES, SUFFIXES, VERSIONS, TokenLayout, token_layout
 from tpfuse.train.tokenizer import CharTokenizer, Tokenizer, Tokens, document_start, from_json, token_dtype
-from tpfuse.train.untrusted import EACH, Unreadable, read_json, read_pickle, reading
 
 _SAVE_EVERY = 5.0  # seconds between two records of an encoding's progress
 _CHUNK = 1 << 24  # tokens in one read when a file is verified

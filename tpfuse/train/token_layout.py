@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, check_fetched, check_regular, reading
+from tpfuse.checkpoint.untrusted import Unreadable, check_fetched, check_regular, reading
+from tpfuse.errors import UserError
 
 HEADER_BYTES = 1024
 VERSIONS = {20240520: 1, 20240801: 7}  # by magic, as the dtypes below

@@ -13,8 +13,17 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from tpfuse.train.errors import UserError, hub_hint, optional_package, refusing
-from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_bytes, read_json, read_text, reading
+from tpfuse.checkpoint.untrusted import (
+    Unreadable,
+    check,
+    parsed_json,
+    quoted,
+    read_bytes,
+    read_json,
+    read_text,
+    reading,
+)
+from tpfuse.errors import UserError, hub_hint, optional_package, refusing
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # of the dtype that `token_dtype` returns
 _GPT2_MODEL = "openai-community/gpt2"

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.checkpoint.checkpoint import Checkpoint, Shard
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
+from tpfuse.errors import RunError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.ops.cross_entropy import is_ignored
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.parallel.pipeline.timeline import Interval, Timeline
 from tpfuse.train.batches import MicroBatch, Windows
-from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
-from tpfuse.train.errors import RunError
 from tpfuse.train.language_model import (
     ModelConfig,
     blocks_of,

@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
+
+
+class Cuttable(Protocol):
+    """The description of a model that a pipeline cuts."""
+
+    def part_costs(self) -> tuple[list[Cost], Cost, Cost]:
+        """Return the costs of each layer, of what comes before the first one, and of what comes after the last one."""
 
 
 def cut_layers(layers: Sequence[Cost], before: Cost, after: Cost, rank_of: Sequence[int]) -> list[Stage]:

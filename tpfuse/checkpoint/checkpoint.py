@@ -25,13 +25,9 @@ from typing import Any
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from tpfuse.comm.collectives.collective import gather_objects
-from tpfuse.comm.layout import Slices
-from tpfuse.train.agreement import DiskFailed, agree
-from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
-from tpfuse.train.errors import CheckpointError as CheckpointError
-from tpfuse.train.errors import UserError
-from tpfuse.train.manifest import (
+from tpfuse.checkpoint.agreement import DiskFailed, agree
+from tpfuse.checkpoint.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
+from tpfuse.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     check_shard,
@@ -47,10 +43,14 @@ from tpfuse.train.manifest import (
     slices_of,
     tensor_table,
 )
-from tpfuse.train.manifest import Shard as Shard
-from tpfuse.train.manifest import Shards as Shards
-from tpfuse.train.safetensors_file import DTYPES, write_safetensors
-from tpfuse.train.untrusted import Unreadable, check_regular
+from tpfuse.checkpoint.manifest import Shard as Shard
+from tpfuse.checkpoint.manifest import Shards as Shards
+from tpfuse.checkpoint.safetensors_file import DTYPES, write_safetensors
+from tpfuse.checkpoint.untrusted import Unreadable, check_regular
+from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.layout import Slices
+from tpfuse.errors import CheckpointError as CheckpointError
+from tpfuse.errors import UserError
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 # The key in the file, the slice stored there, its intersection with the shard, the shard.

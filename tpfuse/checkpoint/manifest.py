@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpfuse.checkpoint.safetensors_file import DTYPES
+from tpfuse.checkpoint.untrusted import EACH, Unreadable, check, parsed_json, quoted, read_bytes
 from tpfuse.comm.layout import Slices
-from tpfuse.train.errors import CheckpointError as CheckpointError
-from tpfuse.train.safetensors_file import DTYPES
-from tpfuse.train.untrusted import EACH, Unreadable, check, parsed_json, quoted, read_bytes
+from tpfuse.errors import CheckpointError as CheckpointError
 
 FORMAT = 2
 READ = (1, 2)  # the formats that can be read

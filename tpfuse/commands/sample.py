@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from tpfuse.checkpoint.untrusted import read_text, reading
 from tpfuse.comm.mesh import shard_range
+from tpfuse.commands.shared_model import ModelRanks, SavedModel, on_ranks
+from tpfuse.errors import UserError, check_at_least
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError, check_at_least
 from tpfuse.train.options import SampleCommand
 from tpfuse.train.rank_model import Drawing
-from tpfuse.train.shared_model import ModelRanks, SavedModel, on_ranks
-from tpfuse.train.untrusted import read_text, reading
 
 BETWEEN = "\n------\n"  # separates two samples
 
@@ -22,7 +22,7 @@ def sample(folder: Path, options: SampleCommand) -> str | int:
     """Return the prompt and its continuation up to the token that ends a text, or an exit status if another process
     prints them. `BETWEEN` separates several samples.
 
-    Raise UserError for bad options, and as `tpfuse.train.shared_model.on_ranks` does.
+    Raise UserError for bad options, and as `tpfuse.commands.shared_model.on_ranks` does.
     """
     check_at_least({"tokens": (options.tokens, 1), "top-k": (options.top_k, 1), "samples": (options.samples, 1)})
     check_at_least({"temperature": (options.temperature, 0)})

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType
 
 from tpfuse.comm.host import replace_file
+from tpfuse.errors import RunError, UserError
 from tpfuse.profile import ncu, nsys
 from tpfuse.profile.perfetto import write_perfetto
 from tpfuse.profile.summary import summarise, table
 from tpfuse.profile.trace_files import read_traces
 from tpfuse.train.config import PRESETS, profiled_steps
-from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.options import ProfileCommand
 
 TRACE, RUN = "trace", "run"  # folders within a profile

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tpfuse.comm.collectives.collective import broadcast_
+from tpfuse.commands.shared_model import ModelRanks, SavedModel, on_ranks
+from tpfuse.errors import UserError
 from tpfuse.ops.cross_entropy import IGNORE
 from tpfuse.train.batches import MicroBatch, Mixture
 from tpfuse.train.config import parse_train
 from tpfuse.train.data import kept_tokens, read_data, read_sources
-from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import longest
 from tpfuse.train.options import EvaluateCommand, TrainCommand
-from tpfuse.train.shared_model import ModelRanks, SavedModel, on_ranks
 from tpfuse.train.tokenizer import ByteTokenizer, TokenSequence, document_start
 
 _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
@@ -77,7 +77,7 @@ def evaluate(run: Path, options: EvaluateCommand) -> str | int:
     """Return the result in one line, or an exit status if another process prints it.
 
     run: the folder of a run, or of a Hugging Face model. The loss on several sources is the mean of their losses, with
-    their weights. Raise UserError, and as `tpfuse.train.shared_model.on_ranks` does.
+    their weights. Raise UserError, and as `tpfuse.commands.shared_model.on_ranks` does.
     """
     return on_ranks(_evaluated, options.parallel, options.comm, run, options)
 

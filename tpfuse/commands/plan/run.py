@@ -6,9 +6,9 @@ from pathlib import Path
 
 import tomli_w
 
-from tpfuse.plan.command.planned import PER_NODE, PlannedModel, planned_cluster, planned_model, sources_of
-from tpfuse.plan.command.report import GIB, PlanReport, missing, named
-from tpfuse.plan.command.search import (
+from tpfuse.commands.plan.planned import PER_NODE, PlannedModel, planned_cluster, planned_model, sources_of
+from tpfuse.commands.plan.report import GIB, PlanReport, missing, named
+from tpfuse.commands.plan.search import (
     SearchResult,
     search,
     shapes,
@@ -17,10 +17,10 @@ from tpfuse.plan.command.search import (
     train_options,
     usable_memory,
 )
+from tpfuse.errors import UserError
 from tpfuse.plan.hardware import Cluster
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.train.config import resolved
-from tpfuse.train.errors import UserError
 from tpfuse.train.options import PlanCommand
 
 _MOST_GPUS = 2**20
@@ -31,7 +31,7 @@ def plan(command: PlanCommand) -> str:
     if command.calibrate is not None:
         if replace(command, calibrate=None) != PlanCommand():
             raise UserError(f"--calibrate {command.calibrate} measures and plans nothing: leave out the other options")
-        from tpfuse.plan.command.calibrate import calibrate  # it imports what only ranks need
+        from tpfuse.commands.plan.calibrate import calibrate  # it imports what only ranks need
 
         return calibrate(command.calibrate)
     cluster = planned_cluster(command)

@@ -7,13 +7,13 @@ import tokenizers
 import torch
 from safetensors import SafetensorError
 
+from tpfuse.commands.shared_model import load_run
+from tpfuse.errors import UserError
 from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import longest
 from tpfuse.train.rank_model import LanguageModel
-from tpfuse.train.shared_model import load_run
 from tpfuse.train.tokenizer import document_start
 
 

@@ -6,8 +6,8 @@ from shlex import join
 from textwrap import wrap
 from typing import Any
 
-from tpfuse.plan.command.planned import PlannedModel
-from tpfuse.plan.command.search import EQUAL, PlanCandidate, SearchResult, usable_memory
+from tpfuse.commands.plan.planned import PlannedModel
+from tpfuse.commands.plan.search import EQUAL, PlanCandidate, SearchResult, usable_memory
 from tpfuse.plan.hardware import Cluster
 from tpfuse.plan.memory import RankMemory
 from tpfuse.plan.reliability import Reliability, reliability

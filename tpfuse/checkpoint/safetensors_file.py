@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tpfuse.train.durable import DurableFile
+from tpfuse.checkpoint.durable import DurableFile
 
 DTYPES = {
     torch.float64: "F64",

@@ -18,7 +18,7 @@ from tpfuse.comm import trace
 from tpfuse.comm.host import node_identity, replace_file
 from tpfuse.comm.mesh import default_group
 from tpfuse.kernels.trace import KernelTrace
-from tpfuse.profile.clock import clock_offset
+from tpfuse.trace.clock import clock_offset
 
 _HOOKED = "tpfuse layer"  # a key in the metadata of nodes of autograd's graph
 

@@ -25,11 +25,11 @@ from tpfuse.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.host import replace_file
 from tpfuse.comm.messages import Route, open_messages
+from tpfuse.errors import RunError, UserError
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.ops.adamw import adamw_
 from tpfuse.plan.hardware import NO_LINK, GpuSpec, Link, described
 from tpfuse.plan.sizes import TPFUSE
-from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, join, start_ranks
 
 _TIMEOUT = 60.0  # seconds that a rank waits for another one

@@ -7,8 +7,8 @@ group, the state of their processes, and their Python stacks.
 from pathlib import Path
 from typing import Any
 
-from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, read_json, reading
+from tpfuse.checkpoint.untrusted import Unreadable, read_json, reading
+from tpfuse.errors import UserError
 
 _ENTRY = {"rank": int, "pid": int, "ended": bool, "state": str, "stack": str, "operations": list}
 _OPERATION = {"number": int, "operation": str, "begun_ns": int, "ended_ns": int}

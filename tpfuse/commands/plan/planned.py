@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpfuse.choices import Recompute
+from tpfuse.errors import UserError
 from tpfuse.plan.hardware import NO_LINK, Cluster, known_tables, load_gpu, network_kind, parse_network, read_tables
 from tpfuse.plan.sizes import ModelSizes, TrainingProgram
 from tpfuse.train.config import parse_train
-from tpfuse.train.errors import UserError
 from tpfuse.train.language_model import parameter_count
 from tpfuse.train.memory import model_arguments, vocabulary
 from tpfuse.train.option_marks import suited

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from tpfuse.comm.collectives.collective import gather_objects
-from tpfuse.train.errors import CheckpointError, RunError, UserError, of_disk
+from tpfuse.errors import CheckpointError, RunError, UserError, of_disk
 
 _T = TypeVar("_T")
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpfuse.train.errors import UserError
+from tpfuse.errors import UserError
 
 MOST = 256 * 2**20  # bytes; the manifest of a model with a thousand ranks has a few MiB
 EACH = "*"

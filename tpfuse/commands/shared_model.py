@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.checkpoint.agreement import agree_to_load, from_first
+from tpfuse.checkpoint.checkpoint import Checkpoint, Shard, Shards
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.mesh import build_mesh, flat_group, rank_and_size
 from tpfuse.comm.settings import set_settings
+from tpfuse.errors import RunError, UserError, of_disk, refusing
 from tpfuse.parallel.pipeline.runner import Runner
-from tpfuse.train.agreement import agree_to_load, from_first
 from tpfuse.train.batches import MicroBatch
-from tpfuse.train.checkpoint import Checkpoint, Shard, Shards
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.errors import RunError, UserError, of_disk, refusing
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, launched_rank, start_ranks

@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from tpfuse.errors import UserError
 from tpfuse.train.config import read_toml
-from tpfuse.train.errors import UserError
 from tpfuse.train.messages import say
 from tpfuse.train.metrics import read_metrics
 
@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in (_ADDRESS, "localhost"):  # a page of the web whose name means this machine
             self.send_error(HTTPStatus.FORBIDDEN)
         elif self.path == "/":
-            self._answer("text/html; charset=utf-8", files("tpfuse.train").joinpath("watch.html").read_bytes())
+            self._answer("text/html; charset=utf-8", files("tpfuse.commands").joinpath("watch.html").read_bytes())
         elif self.path == "/rows":
             try:
                 rows = json.dumps(rows_of(self.run), allow_nan=False)

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import get_args
 
 from tpfuse.choices import PipelineSchedule, Recompute
+from tpfuse.commands.plan.planned import PlannedModel
 from tpfuse.parallel.pipeline.order import usual_stages
-from tpfuse.plan.command.planned import PlannedModel
 from tpfuse.plan.hardware import Cluster
 from tpfuse.plan.memory import RankMemory, rank_memory
 from tpfuse.plan.sizes import RankLayout

@@ -1,0 +1,1 @@
+"""What ranks record of their work while they run. `tpfuse.profile` explains it."""
