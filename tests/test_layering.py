@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import re
 import sys
 import tomllib
@@ -103,15 +104,21 @@ def _part(module: str) -> str | None:
     return next((part for part in parts if part in ALLOWED), None)
 
 
+def _module(file: Path) -> str:
+    """Return the name by which a file is imported."""
+    names = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(names if names[0] == "tpfuse" else ("tpfuse", *names)).removesuffix(".__init__")
+
+
 def _files() -> Iterator[tuple[str, Path]]:
     """Yield (part, file) of all files except those of tpfuse/ that only start tpfuse."""
     for folder in (ROOT / "tpfuse", *AT_THE_ROOT.values()):
         for file in sorted(folder.rglob("*.py")):
-            names = file.relative_to(ROOT).with_suffix("").parts
-            part = _part(".".join(names if names[0] == "tpfuse" else ("tpfuse", *names)))
+            part = _part(_module(file))
             if part is not None:
                 yield part, file
             else:
+                names = file.relative_to(ROOT).with_suffix("").parts
                 assert names[1:] in (("__init__",), ("__main__",), ("_layout",)), f"{file} has no row in ALLOWED"
 
 
@@ -146,6 +153,16 @@ def test_rows_list_what_is_imported() -> None:
     assert not places, "\n".join(places)
     used = {(part, _part(module)) for part, _, _, module in imports if module.startswith("tpfuse.")}
     assert not {(part, other) for part, row in ALLOWED.items() for other in row} - used, "allowed, but not imported"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports inside functions and for annotations count too."""
+    modules = {_module(file): file for _, file in _files()}
+    imported: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        found = {x if x in modules else x.rpartition(".")[0] for _, x in _imports(file)}
+        imported[name] = found & modules.keys() - {name}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names a circle
 
 
 def test_every_command_looks_for_all_packages_that_are_not_the_librarys() -> None:

@@ -98,7 +98,7 @@ def test_commands_mask_documents(tmp_path: Path, commands: Commands) -> None:
     first, second, attending = (re.search(r"loss ([\d.]+)", said)[1] for said in found)  # type: ignore[index]
     assert first == second != attending
     new = ("--out", tmp_path / "new")
-    assert "cannot be compiled" in commands.fail(*train, "mask", "--train.compile", *new)
+    assert "is not for --train.compile" in commands.fail(*train, "mask", "--train.compile", *new)
     text = ("train", "--data.path", tmp_path / "a.txt", "--data.documents", "mask", *new)
     (tmp_path / "a.txt").write_text("a b c " * 999)
     assert "the tokenizer bytes has no token such as" in commands.fail(*text)

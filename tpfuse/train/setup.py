@@ -39,9 +39,9 @@ from tpfuse.train.nvtx import nvtx_package
 from tpfuse.train.option_marks import check_needs
 from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import described_layout, pipeline_order, pipeline_stages, rank_count, stage_owners
+from tpfuse.train.rules import check_rules
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import lowest, steps_of
-from tpfuse.train.step_graph import graph_obstacle
 from tpfuse.train.token_file import DamagedTokens, TokenFiles, read_descriptions, token_paths
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer, document_start
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
@@ -97,10 +97,8 @@ def check_options(options: TrainCommand) -> None:
     if options.profile.nvtx:
         nvtx_package()
     profiled_steps(options.profile.steps)
-    for check in (check_needs, _check_ranges, _check_schedule, _check_muon, _check_pipeline, _check_zero, _check_batch):
+    for check in (check_needs, check_rules, _check_ranges, _check_schedule, _check_muon, _check_zero, _check_batch):
         check(options)
-    if options.train.cuda_graph == "yes" and (found := graph_obstacle(options)):
-        raise UserError(f"--train.cuda-graph is not for {found[0]}, {found[1]}: leave one of them out")
 
 
 def _check_ranges(options: TrainCommand) -> None:
@@ -127,14 +125,6 @@ def _check_ranges(options: TrainCommand) -> None:
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
-    if train.autocast != "none" and train.dtype != "float32":
-        raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
-    if optim.state_dtype == "bfloat16" and train.dtype == "float64":
-        raise UserError("--optim.state-dtype bfloat16 is not for --train.dtype float64: leave one of them out")
-    if options.data.documents == "mask" and train.compile:
-        raise UserError("--data.documents mask cannot be compiled, since the number of documents varies: leave one out")
-    if train.offload_activations and train.compile:
-        raise UserError("--train.offload-activations is not for --train.compile, which has no hooks: leave one out")
 
 
 def check_timeout(seconds: float) -> None:
@@ -155,6 +145,8 @@ def _check_batch(options: TrainCommand) -> None:
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of each rank"
             f" (--train.batch {train.batch}, dp {dp})"
         )
+    with refusing(f"--parallel.pp-stages-per-rank {options.parallel.pp_stages_per_rank}: "):
+        stage_owners(options.parallel)
     if options.parallel.pp > 1:
         given = f", --train.micro-batch {train.micro_batch}" if train.micro_batch else ""
         with refusing("", f" (--train.batch {train.batch}, dp {dp}{given})"):
@@ -165,18 +157,6 @@ def _check_batch(options: TrainCommand) -> None:
         raise UserError(
             f"--train.batch {train.batch}: the token ids of one step take {held / 2**30:.0f} GiB on each rank,"
             f" and this machine has {memory / 2**30:.0f} GiB"
-        )
-
-
-def _check_pipeline(options: TrainCommand) -> None:
-    """Raise UserError for options of pipelines that do not fit together."""
-    parallel, train = options.parallel, options.train
-    with refusing(f"--parallel.pp-stages-per-rank {parallel.pp_stages_per_rank}: "):
-        stage_owners(parallel)
-    if train.compile and parallel.pp_schedule in ("zero_bubble", "zbv"):
-        raise UserError(
-            f"--parallel.pp-schedule {parallel.pp_schedule} splits backward passes, which --train.compile cannot:"
-            " leave one of them out"
         )
 
 
@@ -334,10 +314,6 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
         if isinstance(config, DecoderConfig):
             return config
     parallel = options.parallel
-    if options.train.recompute == "selective":
-        raise UserError("--train.recompute selective is for the GPT: with --model.from, give full or none")
-    if parallel.cp > 1 and parallel.cp_balance != "zigzag":
-        raise UserError(f"--parallel.cp-balance {parallel.cp_balance} is for the GPT: with --model.from, give zigzag")
     with refusing(f"--model.from {folder}: "):
         config = DecoderConfig.read(folder, options.model.n_positions)
         _check_shared(parallel, config)

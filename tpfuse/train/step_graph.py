@@ -35,27 +35,10 @@ from tpfuse.errors import RunError
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.hardware import is_out_of_memory
 from tpfuse.train.options import TrainCommand
+from tpfuse.train.rules import forbids_graph
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
 LAUNCHED = 3  # steps before the capture, as many as in the example of torch's documentation
-
-
-def graph_obstacle(options: TrainCommand) -> tuple[str, str] | None:
-    """Return the first option that does something in a step that a CUDA graph cannot replay, and why it cannot."""
-    model, data, train, parallel = options.model, options.data, options.train, options.parallel
-    profile, stage = options.profile, options.zero.stage
-    obstacles = (
-        (model.from_ is not None, "--model.from", "whose code may compute on the host"),
-        (data.documents == "mask", "--data.documents mask", "since the number of documents varies"),
-        (train.compile, "--train.compile", "which may compile again in any step"),
-        (train.offload_activations, "--train.offload-activations", "which takes memory of the host in each step"),
-        (parallel.pp > 1, f"--parallel.pp {parallel.pp}", "whose messages cannot be captured"),
-        (parallel.cp > 1, f"--parallel.cp {parallel.cp}", "whose messages cannot be captured"),
-        (stage > 1, f"--zero.stage {stage}", "whose gradients have other memory in each step (stage 1 can)"),
-        (options.debug.fingerprint, "--debug.fingerprint", "since a replay's operations are not compared"),
-        (bool(profile.trace or profile.torch or profile.nvtx), "a profile", "since the host does not see a replay"),
-    )
-    return next(((given, reason) for forbids, given, reason in obstacles if forbids), None)
 
 
 def replays(options: TrainCommand, device: torch.device, world: int) -> bool:
@@ -64,7 +47,7 @@ def replays(options: TrainCommand, device: torch.device, world: int) -> bool:
     By itself a run of several ranks launches them: its sums would not overlap with the backward pass.
     """
     chosen = options.train.cuda_graph
-    automatic = chosen == "auto" and device.type == "cuda" and world == 1 and graph_obstacle(options) is None
+    automatic = chosen == "auto" and device.type == "cuda" and world == 1 and not forbids_graph(options)
     return chosen == "yes" or automatic
 
 

@@ -6,17 +6,26 @@ Therefore both happen at these waits, as late as they may; and writes that nobod
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from tpfuse.explore.ptx.faults import SharedRace
-from tpfuse.explore.ptx.global_order import Access
+from tpfuse.explore.ptx.global_memory import GlobalMemory
+from tpfuse.explore.ptx.global_order import Access, GlobalOrder
 from tpfuse.explore.ptx.mbarriers import Array
+from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
 from tpfuse.explore.ptx.tensor_maps import Tile
 
-if TYPE_CHECKING:
-    from tpfuse.explore.ptx.program import Program
+
+class StoringProgram(Protocol):
+    """What stores need of their program. at: the number of the present instruction."""
+
+    at: int
+    warp_of: Array
+    shared: CheckedSharedMemory
+    memory: GlobalMemory
+    global_order: GlobalOrder
 
 
 @dataclass(eq=False)
@@ -43,7 +52,7 @@ class BulkStores:
         self._running: list[BulkStore] = []
         self._committed = np.zeros(threads, np.int64)  # groups of each thread
 
-    def begin(self, p: "Program", thread: int, source: Array, target: Tile) -> None:
+    def begin(self, p: StoringProgram, thread: int, source: Array, target: Tile) -> None:
         """Begin a store of chunks of shared memory."""
         warp = int(p.warp_of[thread])
         p.shared.begin_read(source, [warp])
@@ -55,7 +64,7 @@ class BulkStores:
         """Let the stores that threads have begun since their last group be their next group."""
         self._committed[threads] += 1
 
-    def wait(self, p: "Program", threads: Array, left: int, *, reads: bool) -> None:
+    def wait(self, p: StoringProgram, threads: Array, left: int, *, reads: bool) -> None:
         """End the stores of threads but for their last `left` groups. reads: end their reads alone."""
         due = [x for x in self._running if x.thread in threads and x.group < self._committed[x.thread] - left]
         for x in due:
@@ -64,14 +73,14 @@ class BulkStores:
         if not reads:
             self._write(p, due)
 
-    def end(self, p: "Program") -> None:
+    def end(self, p: StoringProgram) -> None:
         """End all stores with the program. Raise SharedRace if the source of one was not read before."""
         for x in self._running:
             if x.values is None:
                 raise SharedRace("the program ends before this store has read shared memory", at=x.access.at)
         self._write(p, [*self._running])
 
-    def _write(self, p: "Program", stores: list[BulkStore]) -> None:
+    def _write(self, p: StoringProgram, stores: list[BulkStore]) -> None:
         waiting = p.at
         for x in stores:
             p.at = x.access.at  # a wrong address is the store's fault
