@@ -38,10 +38,11 @@ def _train(arguments: Sequence[str]) -> int:
         say(f"reading  {options.out if options.resume == 'yes' else options.data.path or STANDARD_LIBRARY}")
     with quick_imports():
         from tpfuse.checkpoint.checkpoint import checkpoint_folders
+        from tpfuse.train.check_options import with_layout
         from tpfuse.train.launch import RankInfo, launched_rank, start_ranks
         from tpfuse.train.loop import train_rank
         from tpfuse.train.pipeline_options import rank_count
-        from tpfuse.train.setup import prepare_run, with_layout
+        from tpfuse.train.setup import prepare_run
 
     info = launched_rank()
     if info is not None:
@@ -76,9 +77,10 @@ def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
 
     from tpfuse.checkpoint.agreement import from_first
     from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
+    from tpfuse.train.check_options import check_options, with_layout
     from tpfuse.train.launch import device_of, join
     from tpfuse.train.loop import train_rank
-    from tpfuse.train.setup import check_options, prepare_run, with_layout
+    from tpfuse.train.setup import prepare_run
 
     if options.restarts:
         raise UserError(f"--restarts {options.restarts}: not tpfuse starts these ranks: give torchrun --max-restarts")

@@ -14,8 +14,8 @@ from tpfuse.commands.plan.search import PlanCandidate
 from tpfuse.plan.memory import RankMemory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes
+from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
-from tpfuse.train.setup import with_layout
 
 SMALL = ("--layers", "6", "--width", "512", "--heads", "8", "--batch", "64")
 

@@ -31,9 +31,9 @@ from tpfuse.plan.hardware import Cluster, load_gpu, parse_network
 from tpfuse.plan.memory import RankMemory, rank_memory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes, step_times
+from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.options import PlanCommand
-from tpfuse.train.setup import with_layout
 
 GPT = PlanCommand(layers=6, width=256, heads=4, tokens=256, batch=16)
 WIDE = PlanCommand(layers=4, width=2048, heads=4, tokens=128, batch=16)  # most of its memory is that of parameters

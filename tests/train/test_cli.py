@@ -33,13 +33,14 @@ from tpfuse.checkpoint.checkpoint import newest_good
 from tpfuse.cli import COMMANDS, run
 from tpfuse.commands.sample import BETWEEN
 from tpfuse.train import hardware, loop, metrics, options
+from tpfuse.train.check_options import with_layout
 from tpfuse.train.child import quick_imports
 from tpfuse.train.config import parse_train
 from tpfuse.train.flags import flags_of
 from tpfuse.train.launch import STOP_SIGNALS, StopRequest
 from tpfuse.train.messages import say
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
-from tpfuse.train.setup import prepare_run, with_layout
+from tpfuse.train.setup import prepare_run
 from tpfuse.train.token_file import write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer
 from tpfuse.train.trainer import Trainer

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from tests.support.command import Commands
 from tests.support.decoders import decoder
+from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import memory_of
-from tpfuse.train.setup import model_config, with_layout
+from tpfuse.train.model_options import model_config
 
 KINDS = ["parameters", "gradients", "optimizer", "buffers", "activations", "workspace", "total"]
 LLAMA = (

@@ -14,11 +14,13 @@ from tests.support.training import looped, prepared
 from tpfuse.ops.linear_cross_entropy import chunk_of
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.train import micro_batch
+from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.hardware import free_bytes
 from tpfuse.train.micro_batch import needed_bytes, with_micro_batch
+from tpfuse.train.model_options import model_config
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.setup import PreparedRun, model_config, with_layout
+from tpfuse.train.setup import PreparedRun
 
 GIB, CPU, GPU = 2**30, torch.device("cpu"), torch.device("cuda", 0)
 SMALL = (

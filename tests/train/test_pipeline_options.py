@@ -3,10 +3,10 @@
 import pytest
 
 from tpfuse.errors import UserError
+from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_order
-from tpfuse.train.setup import with_layout
 
 
 def options_of(words: str, world: int | None = None) -> TrainCommand:

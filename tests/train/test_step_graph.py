@@ -27,7 +27,7 @@ from tpfuse.errors import RunError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.switches import use
 from tpfuse.testing.ranks import GpuRankPool, on_ranks, pool
-from tpfuse.train import setup, step_graph
+from tpfuse.train import check_options, step_graph
 from tpfuse.train import trainer as trainer_module
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.step_graph import LAUNCHED, GraphCalls, StepGraph
@@ -214,7 +214,7 @@ def test_a_replay_is_watched_as_an_operation_of_its_group() -> None:
 
 
 def test_a_run_says_that_it_replays_steps(commands: Commands, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "device_count", lambda: 1)
+    monkeypatch.setattr(check_options, "device_count", lambda: 1)
     monkeypatch.setattr(step_graph, "GraphCalls", GraphStandIn)
     with mock.patch.object(StepGraph, "release", autospec=True, side_effect=StepGraph.release) as release:
         said = commands.train("--train.cuda-graph", "--data.tokenizer", "chars")

@@ -27,16 +27,17 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.errors import RunError, UserError, of_disk, refusing
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.train.batches import MicroBatch
+from tpfuse.train.check_options import check_timeout, with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, launched_rank, start_ranks
+from tpfuse.train.model_options import check_layout
 from tpfuse.train.options import CommOptions, LayoutOptions, ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import rank_count
 from tpfuse.train.rank_model import Drawing, LanguageModel
 from tpfuse.train.saved_state import open_run
-from tpfuse.train.setup import check_layout, check_timeout, with_layout
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
 
 _PREPARATION = 1800.0  # seconds that ranks wait for each other while they read files

@@ -46,12 +46,13 @@ from tpfuse.train.launch import RankInfo, StopRequest, device_of, in_group, join
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.micro_batch import with_micro_batch
+from tpfuse.train.model_options import ulysses_ranks
 from tpfuse.train.pipeline_options import predicted_timeline
 from tpfuse.train.predicted import prediction
 from tpfuse.train.report import conclude, introduce, measured
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import long_warmup
-from tpfuse.train.setup import PreparedRun, ulysses_ranks
+from tpfuse.train.setup import PreparedRun
 from tpfuse.train.step_profile import StepProfile
 from tpfuse.train.tokenizer import document_start
 from tpfuse.train.trainer import StepResult, Trainer

@@ -10,10 +10,10 @@ from tpfuse.plan.sizes import ModelSizes, TrainingProgram
 from tpfuse.train.config import parse_train
 from tpfuse.train.language_model import parameter_count
 from tpfuse.train.memory import model_arguments, vocabulary
+from tpfuse.train.model_options import model_config
 from tpfuse.train.option_marks import suited
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import check_timed, program_of, sizes_of
-from tpfuse.train.setup import model_config
 
 PER_NODE = 8  # GPUs of a node by default
 _USUAL_TOKENS = 2**20  # of a step: GPT-3's batches begin at half a million tokens (arXiv:2005.14165, table 2.1)

@@ -24,9 +24,10 @@ from tpfuse.plan.hardware import Cluster
 from tpfuse.plan.memory import RankMemory, rank_memory
 from tpfuse.plan.sizes import RankLayout
 from tpfuse.plan.time import StepTimes, step_times
+from tpfuse.train.check_options import check_options, with_layout
+from tpfuse.train.model_options import model_config
 from tpfuse.train.option_marks import suited
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.setup import check_options, model_config, with_layout
 
 # A context-parallel rank has at least this many tokens of a sequence: inside a node as many as a tile of attention has
 # rows; across nodes, where these ranks belong only if sequences are long, a thirty-second of the sequences in the last
