@@ -43,8 +43,6 @@ from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.pipeline.cut import Stage, whole_model
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
-TIED = "transformer.wte.weight"  # the parameter that a pipeline's first and last stage share
-
 
 class Transformer(nn.Module):
     """The embeddings, the blocks and the last norm, under Hugging Face's prefix.

@@ -1,6 +1,7 @@
 """The hyperparameters of a GPT-2."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from tpfuse.parallel.pipeline.cut import Cost
 
@@ -17,6 +18,51 @@ class GPTConfig:
     bias: bool = True
     dropout: float = 0.0
     layer_norm_epsilon: float = 1e-5
+
+    # A model of transformers has a description with the same methods (`tpfuse.train.decoder`).
+
+    @property
+    def family(self) -> str:
+        """Return the model_type of a model of transformers, and "" for this one."""
+        return ""
+
+    @property
+    def longest(self) -> int:
+        """Return the longest sequence of the model, in tokens."""
+        return self.n_positions
+
+    @property
+    def tied(self) -> list[str]:
+        """Return the names of the parameters that a pipeline's first and last stage share."""
+        return ["transformer.wte.weight"]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the tokens that end a text, of which the GPT has none of its own."""
+        return ()
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Return the texts of small files that belong to the model, by name: none."""
+        return {}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the hyperparameters by name."""
+        return asdict(self)
+
+    def compared(self) -> dict[str, Any]:
+        """Return what two models must have in common if one is to have the other's weights."""
+        return self.as_json()
+
+    def check_whole(self) -> None:
+        """Raise ValueError for a configuration that cannot be built on one rank."""
+        self.check()
+
+    def check_context(self, tp: int) -> None:
+        """Context-parallel ranks can share the sequences of every GPT."""
+
+    def check_prompt(self, tokens: int) -> None:
+        """Every prompt can be continued: the last `n_positions` tokens count."""
 
     def check(self, tp: int = 1) -> None:
         """Raise ValueError for a configuration that cannot be built on `tp` tensor-parallel ranks."""

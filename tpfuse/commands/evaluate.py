@@ -22,7 +22,6 @@ from tpfuse.ops.cross_entropy import IGNORE
 from tpfuse.train.batches import MicroBatch, Mixture
 from tpfuse.train.config import parse_train
 from tpfuse.train.data import kept_tokens, read_data, read_sources
-from tpfuse.train.language_model import longest
 from tpfuse.train.options import EvaluateCommand, TrainCommand
 from tpfuse.train.tokenizer import ByteTokenizer, TokenSequence, document_start
 
@@ -131,7 +130,7 @@ def _evaluation(ranks: ModelRanks, run: Path, options: EvaluateCommand) -> tuple
     if data.path is None and not (run / "config.toml").is_file() and (run / "config.json").is_file():
         raise UserError(f"{run} is no run, which would name its validation text: give --data.path")
     saved = ranks.find(run)
-    context, cp = longest(saved.config), ranks.options.parallel.cp
+    context, cp = saved.config.longest, ranks.options.parallel.cp
     if length is not None and not cp <= length <= context:
         least = f"{cp} (--parallel.cp)" if cp > 1 else "1"
         raise UserError(f"--length {length}: expected {least} to {context}, the model's context")

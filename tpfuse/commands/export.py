@@ -12,7 +12,6 @@ from tpfuse.errors import UserError
 from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import longest
 from tpfuse.train.rank_model import LanguageModel
 from tpfuse.train.tokenizer import document_start
 
@@ -43,13 +42,13 @@ def export(run: Path, folder: Path) -> str:
     left_out = f" (no tokenizer: Hugging Face has none for {description['kind']})"
     if description["kind"] == "tokenizers":
         # With GPT-2's class, every tokenizer would be treated as byte-level BPE.
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest(config)}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.longest}
         text_of = tokenizers.Tokenizer.from_str(description["json"]).id_to_token
         settings |= {name: text_of(number) for name, number in special.items() if number is not None}
         (folder / "tokenizer.json").write_text(description["json"], encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         left_out = ""
-    for name, text in config.files.items() if isinstance(config, DecoderConfig) else ():
+    for name, text in config.files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}{left_out}"
 

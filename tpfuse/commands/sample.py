@@ -10,8 +10,7 @@ import torch
 from tpfuse.checkpoint.untrusted import read_text, reading
 from tpfuse.comm.mesh import shard_range
 from tpfuse.commands.shared_model import ModelRanks, SavedModel, on_ranks
-from tpfuse.errors import UserError, check_at_least
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.errors import UserError, check_at_least, refusing
 from tpfuse.train.options import SampleCommand
 from tpfuse.train.rank_model import Drawing
 
@@ -54,11 +53,9 @@ def _continued(
     if not prompt:
         raise UserError("the prompt is empty: give at least one token to continue")
     ends: tuple[int, ...] = () if end is None else (end,)
-    if isinstance(config, DecoderConfig):
-        ends = config.ends or ends
-        if len(prompt) >= config.longest:
-            raise UserError(f"the prompt has {len(prompt)} tokens: expected fewer than the model's {config.longest}")
-    return saved, prompt, ends
+    with refusing():
+        config.check_prompt(len(prompt))
+    return saved, prompt, config.ends or ends
 
 
 def texts(ranks: ModelRanks, folder: Path, options: SampleCommand) -> str:

@@ -117,6 +117,26 @@ class DecoderConfig:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
+    @property
+    def family(self) -> str:
+        """Return the model_type."""
+        return str(self.settings["model_type"])
+
+    @property
+    def dropout_sites(self) -> int:
+        """Return the number of sites of dropout whose keys the host makes: none, since torch draws for them."""
+        return 0
+
+    def compared(self) -> dict[str, Any]:
+        """Return what two models must have in common if one is to have the other's weights."""
+        settings = {name: value for name, value in self.settings.items() if name != "transformers_version"}
+        return settings | {"n_positions": self.n_positions}
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raise ValueError for a prompt that leaves no place for another token."""
+        if tokens >= self.longest:
+            raise ValueError(f"the prompt has {tokens} tokens: expected fewer than the model's {self.longest}")
+
     def as_json(self) -> dict[str, Any]:
         """Return what `from_json` makes the description of."""
         return {"settings": self.settings, "n_positions": self.n_positions, "files": self.files}

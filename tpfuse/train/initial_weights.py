@@ -147,10 +147,9 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], place: str) -> str
 
 
 def _check_shape(source: Source, model: ModelOptions) -> None:
-    if isinstance(source.config, DecoderConfig):
-        kind = source.config.settings["model_type"]
+    if source.config.family:
         raise UserError(
-            f"{source.name}: the run's model is a {kind} of transformers: write it with `tpfuse export RUN FOLDER`, and"
+            f"{source.name}: the run's model is a {source.config.family} of transformers: write it with `tpfuse export RUN FOLDER`, and"
             " give --model.from FOLDER"
         )
     theirs, ours = ({name: getattr(each, name) for name in _SHAPE} for each in (source.config, model))

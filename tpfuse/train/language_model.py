@@ -15,7 +15,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.models.generate import generate
-from tpfuse.models.gpt import GPT, TIED, GPTConfig
+from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.runner import Runner
@@ -145,28 +145,13 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     return [layer for layer in decoder_layers(model) if not isinstance(layer, nn.Identity)]  # of other stages
 
 
-def tied_parameters(config: ModelConfig) -> list[str]:
-    """Return the names of the parameters that a pipeline's first and last stage share."""
-    return config.tied if isinstance(config, DecoderConfig) else [TIED]
-
-
 def parameter_count(config: ModelConfig) -> int:
     """Return the number of parameters of the whole model, counted in the model itself."""
     return sum(parameter.numel() for parameter in outlined(config, None, torch.float32).parameters())
 
 
-def longest(config: ModelConfig) -> int:
-    """Return the model's context, in tokens, which training sequences of a model of transformers need not fill."""
-    return config.longest if isinstance(config, DecoderConfig) else config.n_positions
-
-
-def as_json(config: ModelConfig) -> dict[str, Any]:
-    """Return what `config_from_json` makes the description of."""
-    return config.as_json() if isinstance(config, DecoderConfig) else asdict(config)
-
-
 def config_from_json(description: dict[str, Any]) -> ModelConfig:
-    """Return the description of a model that `as_json` has returned.
+    """Return the description of a model whose `as_json` has returned this.
 
     Raise Unreadable, TypeError or ValueError for another value.
     """

@@ -41,7 +41,6 @@ from tpfuse.train.hardware import (
     peak_flops,
 )
 from tpfuse.train.initial_weights import load_weights
-from tpfuse.train.language_model import as_json as model_as_json
 from tpfuse.train.launch import RankInfo, StopRequest, device_of, in_group, join
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
@@ -350,7 +349,7 @@ class TrainingLoop:
                 f"step {trainer.step}: after the update the loss is {loss}; not saved, the last checkpoint is untouched"
             )
         state: dict[str, Any] = trainer.state()
-        state["model"] = model_as_json(self.run.config)
+        state["model"] = self.run.config.as_json()
         state["dtype"] = self.options.train.dtype
         state["data"] |= self.run.data.digests()
         state["proof"] = self._proof(loss)

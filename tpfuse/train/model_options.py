@@ -48,7 +48,7 @@ def check_layout(options: TrainCommand, config: ModelConfig, name: Path) -> None
     A rank may have a whole model of any family. name: that of the model in the message.
     """
     parallel = options.parallel
-    if isinstance(config, DecoderConfig) and rank_count(parallel) == parallel.data_ranks:
+    if rank_count(parallel) == parallel.data_ranks:
         with refusing(f"{name}: "):
             config.check_whole()
         return
@@ -91,11 +91,8 @@ def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> De
 def _check_shared(parallel: ParallelOptions, config: ModelConfig) -> None:
     """Raise ValueError, or UserError, if the ranks of a layout cannot share the layers or sequences of a model."""
     config.check(parallel.tp)
-    if isinstance(config, DecoderConfig):
-        if parallel.cp == 1:
-            return
-        config.check_context(parallel.tp)
     if parallel.cp > 1:
+        config.check_context(parallel.tp)
         heads = config.n_head // parallel.tp
         ulysses = ulysses_ranks(parallel, heads)
         check_context(config.n_positions, heads, parallel.cp, parallel.cp_schedule, parallel.cp_balance, ulysses)

@@ -11,7 +11,6 @@ from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.switches import resolved_kernels
 from tpfuse.train.batches import Mixture, unigram_loss
 from tpfuse.train.data import percent
-from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.hardware import held_bytes, memory_bytes
 from tpfuse.train.language_model import parameter_count
 from tpfuse.train.launch import RankInfo
@@ -57,7 +56,7 @@ def introduce(
     threads = f", {count} thread{'s' * (count > 1)} each" if device.type == "cpu" else ""
     if run.weights is not None:
         say(f"weights  from {run.weights}")
-    kind = f"{config.settings['model_type']}, " if isinstance(config, DecoderConfig) else ""
+    kind = f"{config.family}, " if config.family else ""
     size = f"{config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads"
     say(f"model    {kind}{size}, {parameter_count(config) / 1e6:.2f}M parameters")
     say(f"text     {_text(run, tokens)}, vocabulary {config.vocab_size}")

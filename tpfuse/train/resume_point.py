@@ -1,16 +1,14 @@
 """The checkpoint from which a run continues, and whether these options may continue it."""
 
 from pathlib import Path
-from typing import Any
 
 from tpfuse.checkpoint.checkpoint import Checkpoint, newest_good
 from tpfuse.errors import UserError
 from tpfuse.train.config import BEFORE
 from tpfuse.train.continuation import check_schedule
 from tpfuse.train.data import RunData
-from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.initial_weights import differences
-from tpfuse.train.language_model import ModelConfig, as_json
+from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.messages import warn
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.saved_state import saved_state
@@ -23,9 +21,9 @@ def resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data:
         warn(f"{folder} has no checkpoint yet: starting from step 0")
         return None
     state, model = saved_state(checkpoint)
-    before = _described(model)
+    before = model.compared()
     before.pop("dropout", None)  # dropout has no weights, so a user may change it on purpose
-    if changes := differences(before, _described(config), "checkpoint"):
+    if changes := differences(before, config.compared(), "checkpoint"):
         raise UserError(f"--resume with a different model: {changes}")
     for name, used in (("sha256", "trained"), ("val_sha256", "validated")):
         before = state["data"].get(name)
@@ -45,11 +43,3 @@ def resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data:
         raise UserError(f"--resume with --optim.state-dtype {asked}: the run has moments in {kept}, which stay so")
     check_schedule(state, options)
     return checkpoint
-
-
-def _described(config: ModelConfig) -> dict[str, Any]:
-    """Return the values that two models must have in common if one is to have the other's weights."""
-    if not isinstance(config, DecoderConfig):
-        return as_json(config)
-    settings = {name: value for name, value in config.settings.items() if name != "transformers_version"}
-    return settings | {"n_positions": config.n_positions}

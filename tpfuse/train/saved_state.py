@@ -7,7 +7,6 @@ from tpfuse.checkpoint.checkpoint import Checkpoint, CheckpointError, newest_goo
 from tpfuse.checkpoint.manifest import MANIFEST
 from tpfuse.checkpoint.untrusted import Unreadable, check, quoted, read_json
 from tpfuse.errors import UserError, instead_of
-from tpfuse.models.gpt import GPTConfig
 from tpfuse.train.language_model import ModelConfig, config_from_json
 from tpfuse.train.messages import warn
 from tpfuse.train.tokenizer import Tokenizer, from_json
@@ -36,9 +35,8 @@ def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], ModelConfig]:
 
 def fits(tokenizer: Tokenizer, config: ModelConfig) -> bool:
     """Return whether the model has exactly the tokenizer's tokens. Models of transformers may have unused ones too."""
-    if isinstance(config, GPTConfig):
-        return tokenizer.vocab_size == config.vocab_size
-    return tokenizer.vocab_size <= config.vocab_size
+    spare = config.vocab_size - tokenizer.vocab_size
+    return spare == 0 or (spare > 0 and config.family != "")
 
 
 def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], ModelConfig, Tokenizer]:

@@ -24,7 +24,6 @@ from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
 from tpfuse.errors import RunError
-from tpfuse.models.gpt import GPTConfig
 from tpfuse.ops.cross_entropy import is_ignored
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.pipeline.runner import Runner
@@ -39,7 +38,6 @@ from tpfuse.train.language_model import (
     outlined,
     pipeline_logits,
     pipeline_runner,
-    tied_parameters,
 )
 from tpfuse.train.muon_options import muon_options
 from tpfuse.train.options import TrainCommand
@@ -139,7 +137,7 @@ class Trainer:
             self.language_model.compile(one_graph=not isinstance(self.engine, FullySharded))
         self.graph: StepGraph | None = None
         if replays(options, device, self.world):
-            assert isinstance(self.engine, GradientBuckets) and isinstance(config, GPTConfig)  # `tpfuse.train.setup`
+            assert isinstance(self.engine, GradientBuckets)  # `tpfuse.train.rules`
             self.graph = StepGraph(self.engine, device, self.model_group)
         self.step = 0
         self.ahead = 0  # tokens trained on, less those of `step` steps; not 0 if a run resumes with another batch
@@ -159,7 +157,7 @@ class Trainer:
     def _engine(self) -> GradientBuckets | FullySharded:
         """Make ZeRO's engine."""
         zero = self.options.zero
-        tied = tied_parameters(self.config)
+        tied = self.config.tied
         return shard(
             self.model,
             self.mesh,
@@ -293,7 +291,6 @@ class Trainer:
 
     def _with_keys(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the keys of the step's dropout, which the host makes."""
-        assert isinstance(self.config, GPTConfig)
         keys = dropout_keys(batches[0].ids, self.options.train.seed, self.step, self.config.dropout_sites)
         return [batch._replace(at=keys) for batch in batches]
 
