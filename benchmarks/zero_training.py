@@ -30,9 +30,9 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.engine import Engine, RankGroups
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.micro_batches import MicroBatches, RankGroups
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 ALONE, DDP, ZERO, SHARD = "alone", "DDP", "DDP + ZeRO", "fully_shard"
@@ -105,7 +105,7 @@ def _by_mesh(stage: int, accumulate: Accumulate, subject: Training, model: GPT) 
 def _engine_step(
     subject: Training,
     model: GPT,
-    engine: MicroBatches,
+    engine: Engine,
     optimizer: FlatAdamW | ShardedAdamW,
     group: dist.ProcessGroup | None,
 ) -> Step:

@@ -1,4 +1,4 @@
-"""What the kernels of a product, in Triton and in Gluon, share on the host: the checks of a call, and its plan."""
+"""Checks and plans of calls that have two kernels, one in Triton and one in Gluon."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -15,8 +15,8 @@ Kernels = Literal["auto", "triton", "torch"]
 GradientDtype = Literal["float32", "parameter"]
 """The dtype in which gradients are accumulated and kept (`tpfuse.zero.gradient_buckets`)."""
 Accumulate = Literal["sharded", "whole"]
-"""What a rank keeps of the gradients of earlier micro-batches at ZeRO's stages 2 and 3 (`tpfuse.zero.shard`)."""
+"""The part of the gradients of earlier micro-batches that a rank keeps at ZeRO's stages 2 and 3."""
 MomentDtype = Literal["float32", "bfloat16"]
-"""The dtype in which AdamW keeps its moments (`tpfuse.zero.engine.adamw`)."""
+"""The dtype in which AdamW keeps its moments (`tpfuse.zero.sharding.adamw`)."""
 Recompute = Literal["none", "selective", "full"]
 """The activations that the backward pass computes again (`tpfuse.parallel.recompute`)."""

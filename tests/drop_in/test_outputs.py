@@ -1,4 +1,4 @@
-"""What callers and hooks read of a parallelized model: hidden states, layers' inputs and outputs, and logits."""
+"""Outputs of a parallelized model for callers and hooks: hidden states, layers' inputs and outputs, and logits."""
 
 import copy
 import pickle

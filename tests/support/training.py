@@ -33,12 +33,12 @@ from tpfuse.train.batches import Windows
 from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.launch import RankInfo, StopRequest
 from tpfuse.train.loop import TrainingLoop
 from tpfuse.train.model_options import ulysses_ranks
 from tpfuse.train.options import DataOptions, OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.pipeline_options import rank_count
+from tpfuse.train.rank_model import ModelConfig
 from tpfuse.train.setup import PreparedRun, prepare_run
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero import offload

@@ -1,4 +1,4 @@
-"""What a run that resumes does otherwise than before is said, or refused."""
+"""Changes of a run that resumes are said, or refused."""
 
 import json
 import re

@@ -23,10 +23,10 @@ from tpfuse.plan.memory import memories
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import pipeline_logits
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages, pipeline_costs, pipeline_stages
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
+from tpfuse.train.rank_model import pipeline_logits
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
 BATCH = 24  # suits dp 1 and 2 with 4, 6, 8 and 12 micro-batches

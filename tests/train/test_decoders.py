@@ -29,9 +29,9 @@ from tpfuse.commands.shared_model import load_run
 from tpfuse.testing.ranks import pool
 from tpfuse.train.config import read_toml
 from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.language_model import Drawing
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.rank_model import Drawing
 
 TRAINING = (
     "--train.steps 4 --train.batch 4 --model.n-positions 13 --train.eval-every 4 --train.eval-batches 2"

@@ -19,7 +19,7 @@ from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import ModelConfig
+from tpfuse.train.rank_model import ModelConfig
 
 START = 5  # in the tokens of `new_trainer`, about one in 61, so that the windows of 7 tokens below have few documents
 LENGTH = 23

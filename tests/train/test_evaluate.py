@@ -28,7 +28,6 @@ from tpfuse.errors import CheckpointError, RunError, UserError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.patience import wait_until
 from tpfuse.testing.ranks import pool
-from tpfuse.train.language_model import language_model, outlined
 from tpfuse.train.launch import RankInfo
 from tpfuse.train.model_options import check_layout
 from tpfuse.train.options import (
@@ -38,6 +37,7 @@ from tpfuse.train.options import (
     LayoutOptions,
     SampleCommand,
 )
+from tpfuse.train.rank_model import language_model, outlined
 from tpfuse.train.token_file import write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer
 

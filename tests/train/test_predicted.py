@@ -15,11 +15,11 @@ from tpfuse.plan.hardware import known_gpu
 from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import parameter_count
 from tpfuse.train.memory import memory_of
 from tpfuse.train.model_options import model_config
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import prediction
+from tpfuse.train.rank_model import parameter_count
 
 H100 = "NVIDIA H100 80GB HBM3", 85 * 10**9
 

@@ -45,7 +45,7 @@ from tpfuse.train.batches import Windows
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.setup import PreparedRun
 from tpfuse.train.trainer import Trainer
-from tpfuse.zero import engine, offload
+from tpfuse.zero import offload, sharding
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 Layout = dict[str, Any]
@@ -266,6 +266,6 @@ def test_all_ranks_end_if_one_has_no_space_for_its_state() -> None:
         stack.enter_context(mock.patch.object(offload, "_IN_MEMORY", ()))
         if dist.get_rank() == 1:
             expected = "offload /x has too little space"
-            stack.enter_context(mock.patch.object(engine, "state_store", full))
+            stack.enter_context(mock.patch.object(sharding, "state_store", full))
         with pytest.raises(RunError, match=f"^{expected}$"):
             new_trainer(options_of(dp=2, stage=1, offload=folder))

@@ -25,9 +25,9 @@ from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import adamw, shard
+from tpfuse.zero.engine import RankGroups
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.micro_batches import RankGroups
 from tpfuse.zero.optimizer import ZeroOptimizer
 
 STEPS, BATCHES, WIDTH, VOCABULARY = 3, 4, 6, 14

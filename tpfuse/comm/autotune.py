@@ -51,7 +51,7 @@ from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
-MARGIN = 0.02  # the part of its time by which another candidate must be faster than the usual one: less is noise
+MARGIN = 0.02  # a candidate must be this fraction faster; less is noise
 ROUNDS = 5  # Each round times every candidate once, so that a disturbance does not affect one candidate alone.
 CALLS = 10  # calls in a row that are timed on a GPU: a single call is shorter than its launch overhead
 

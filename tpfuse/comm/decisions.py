@@ -30,7 +30,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.host import cache_folder, processor, replace_file
 from tpfuse.kernels.configurations import TABLE
 
-TRIED = "being tried"  # the key of a machine's entry that is no case: the candidates that run for the first time
+TRIED = "being tried"  # key of the candidates that are on their first run
 _PERFORMANCE_RANK = 1  # a value of CUdevice_P2PAttribute
 
 

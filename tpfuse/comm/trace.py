@@ -1,4 +1,4 @@
-"""What a rank does over time, as nested spans: steps, layers, operators, communication and waits for other ranks.
+"""Nested spans of what a rank does over time: steps, layers, operators, communication and waits for other ranks.
 
 The library marks its spans here. Nothing is recorded, and a mark costs a fraction of a microsecond, unless an observer
 watches: `Recorder` keeps the spans with their times, and `tpfuse.train.nvtx` shows them to Nsight Systems.

@@ -83,7 +83,7 @@ def evaluate(run: Path, options: EvaluateCommand) -> str | int:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What the first rank has found, without the tokens. counts, shares: of each source. length: of a window."""
+    """The first rank's data, without the tokens. counts, shares: of each source. length: of a window."""
 
     saved: SavedModel
     source: str

@@ -12,7 +12,7 @@ from tpfuse.errors import UserError
 from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.rank_model import LanguageModel
+from tpfuse.train.language_model import LanguageModel
 from tpfuse.train.tokenizer import document_start
 
 

@@ -11,8 +11,8 @@ from tpfuse.checkpoint.untrusted import read_text, reading
 from tpfuse.comm.mesh import shard_range
 from tpfuse.commands.shared_model import ModelRanks, SavedModel, on_ranks
 from tpfuse.errors import UserError, check_at_least, refusing
+from tpfuse.train.language_model import Drawing
 from tpfuse.train.options import SampleCommand
-from tpfuse.train.rank_model import Drawing
 
 BETWEEN = "\n------\n"  # separates two samples
 

@@ -31,12 +31,12 @@ from tpfuse.train.check_options import check_timeout, with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.initial_weights import find_source, load_weights
-from tpfuse.train.language_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
+from tpfuse.train.language_model import Drawing, LanguageModel
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, launched_rank, start_ranks
 from tpfuse.train.model_options import check_layout
 from tpfuse.train.options import CommOptions, LayoutOptions, ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import rank_count
-from tpfuse.train.rank_model import Drawing, LanguageModel
+from tpfuse.train.rank_model import ModelConfig, language_model, pipeline_logits, pipeline_runner
 from tpfuse.train.saved_state import open_run
 from tpfuse.train.tokenizer import Tokenizer, build_tokenizer
 

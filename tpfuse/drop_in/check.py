@@ -21,7 +21,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, tor
 
 @dataclass
 class SmallStep:
-    """What a model computes of a few tokens: logits, the loss, and the gradient of each trained parameter by name.
+    """Results of a model for a few tokens: logits, the loss, and the gradient of each trained parameter by name.
 
     Gradients are on this rank as autograd returns them; None for a parameter that takes no part.
     """

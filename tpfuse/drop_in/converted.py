@@ -69,7 +69,7 @@ class Original:
         RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for _, key in self.hooks)])
 
 
-# It maps a parameter that was converted to its DTensor and `_writes` of both then, since modules may share parameters.
+# Converted parameter -> (its DTensor, write counts of both at that time), since modules may share parameters.
 # What `parallelize` adds is forgotten at its end, since a caller may still hold the old parameters and use them again.
 # With torch's `parallelize_module`, whose end we do not see, a write to one of the two ends what they have in common.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()

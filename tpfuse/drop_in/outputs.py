@@ -1,4 +1,4 @@
-"""What a caller reads of a parallelized model's output: whole hidden states, and logits that no rank has.
+"""Outputs of a parallelized model, as its caller reads them: whole hidden states, and logits that no rank has.
 
 Between the layers of a decoder pass shards of the sequence, and its forward, or transformers' hooks of the layers, put
 them into the output as they are. `WholeStates` gathers them there, and only them, so a pass that returns none

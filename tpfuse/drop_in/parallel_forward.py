@@ -12,7 +12,7 @@ take their shards (`tpfuse.parallel.context`). The attention of every layer is `
 "tpfuse_ring" of transformers' AttentionInterface. Where rows are padded, or packed from documents whose positions
 start again, the batch becomes one sequence of documents that do not see each other. Padding before a text sees nothing,
 as in the original, whose attention is zero there (but for "eager"): a label may follow it. The outputs at padding after
-a text are not those of the original, which has no use for them either.
+a text differ from the original; nothing uses them.
 
 The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank. With a
 key/value cache (generate()), every rank computes everything.

@@ -46,7 +46,7 @@ class Explained(Protocol):
 
 @runtime_checkable
 class ExplainedTraining(Protocol):
-    """What trains a model in a way of its own, as a `tpfuse.Pipeline` and the engines of `tpfuse.zero` do."""
+    """An object that trains a model in a way of its own, as a `tpfuse.Pipeline` and the engines of `tpfuse.zero` do."""
 
     model: nn.Module
 

@@ -24,7 +24,7 @@ T = TypeVar("T", "GpuSpec", "Link", "Network")
 
 @dataclass(frozen=True)
 class Link:
-    """What connects ranks."""
+    """A connection of ranks."""
 
     name: str
     # Bytes per second that a rank sends in large messages or collectives, while it receives as many.
@@ -40,7 +40,7 @@ NO_LINK = Link("none", 1.0, 0.0, 0.0)  # of a GPU alone, which never communicate
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """What the model of cost knows of a GPU."""
+    """A GPU, as the model of cost knows it."""
 
     name: str
     # Bytes that a program can use.

@@ -1,4 +1,4 @@
-"""What Muon adds to a step: the products of matrices' owners, what ranks exchange, and their buffers.
+"""The cost of Muon in a step: the products of matrices' owners, what ranks exchange, and their buffers.
 
 Muon has buckets and one moment of its own (`tpfuse.plan.states`). All ranks that have the same blocks share the whole
 matrices by cost; the rank with the most work counts. Ranks send their parts of the matrices to the owners and get what

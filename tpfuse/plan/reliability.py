@@ -1,4 +1,4 @@
-"""What failures and stragglers cost on average, at any number of GPUs.
+"""The mean cost of failures and stragglers, at any number of GPUs.
 
 A failure of one GPU ends the run, which starts again from its newest checkpoint. For a mean time M between failures of
 the run, and checkpoints that each take d seconds, Young (1974, doi:10.1145/361147.361115) writes one every √(2 d M)
@@ -27,7 +27,7 @@ _BLOM = 0.375
 
 @dataclass(frozen=True)
 class Reliability:
-    """What is expected of a long run."""
+    """The expected course of a long run."""
 
     # Seconds between two failures of a GPU of the run.
     between_failures: float

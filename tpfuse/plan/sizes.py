@@ -1,4 +1,4 @@
-"""What is planned: the sizes of a model, the layout of its ranks, and the program that trains it."""
+"""The subject of a plan: the sizes of a model, the layout of its ranks, and the program that trains it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What a rank computes in one pass of one micro-batch through a block, the embedding or the head.
+"""The work of a rank in one pass of one micro-batch through a block, the embedding or the head.
 
 All numbers count one tensor- and context-parallel rank. A backward pass computes two products for each product of the
 forward pass: the gradient of its input and that of its weight. Activations have 16 bits.
@@ -74,7 +74,7 @@ def _slowdown(product: MatrixProduct, multiprocessors: int, tile: tuple[int, int
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass computes."""
+    """The work of a pass."""
 
     products: tuple[MatrixProduct, ...]
     # The operations of fused attention.

@@ -1,1 +1,1 @@
-"""What ranks record of their work while they run. `tpfuse.profile` explains it."""
+"""The recording of what ranks do while they run. `tpfuse.profile` explains it."""

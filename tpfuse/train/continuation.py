@@ -1,4 +1,4 @@
-"""What a resumed run does otherwise than before, which it says, or refuses if it would be wrong."""
+"""Changes between a run and its continuation, which says them, or refuses those that would be wrong."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -47,9 +47,9 @@ from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.pipeline.cut import Cost, Stage, whole_model
 from tpfuse.parallel.pipeline.parts import as_modules
 from tpfuse.train.batches import MicroBatch
+from tpfuse.train.language_model import Drawing, LanguageModel
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages
-from tpfuse.train.rank_model import Drawing, LanguageModel
 
 _USUAL_LENGTH = 1024  # tokens of a training sequence, unless the model's context is shorter or the user says otherwise
 _FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
-from tpfuse.zero.micro_batches import MicroBatches
+from tpfuse.zero.engine import Engine
 
 
 def _finite(output: Any) -> bool:
@@ -39,7 +39,7 @@ def _first_output(model: nn.Module, forward: Callable[[], object]) -> list[str]:
 def find_nonfinite(
     model: nn.Module,
     whole: nn.Module,
-    engine: MicroBatches,
+    engine: Engine,
     forward: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> str:

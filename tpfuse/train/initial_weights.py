@@ -19,9 +19,9 @@ from tpfuse.errors import UserError, instead_of, refusing
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.messages import warn
 from tpfuse.train.options import ModelOptions, TrainCommand
+from tpfuse.train.rank_model import ModelConfig
 from tpfuse.train.saved_state import fits, open_run, saved_state
 from tpfuse.train.tokenizer import Tokenizer
 
@@ -149,8 +149,8 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], place: str) -> str
 def _check_shape(source: Source, model: ModelOptions) -> None:
     if source.config.family:
         raise UserError(
-            f"{source.name}: the run's model is a {source.config.family} of transformers: write it with `tpfuse export RUN FOLDER`, and"
-            " give --model.from FOLDER"
+            f"{source.name}: the run's model is a {source.config.family} of transformers: write it with"
+            " `tpfuse export RUN FOLDER`, and give --model.from FOLDER"
         )
     theirs, ours = ({name: getattr(each, name) for name in _SHAPE} for each in (source.config, model))
     if model.n_positions < source.config.n_positions:

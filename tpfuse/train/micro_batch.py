@@ -14,11 +14,11 @@ from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.errors import UserError
 from tpfuse.plan.memory import memories, uncounted
 from tpfuse.train.hardware import free_bytes
-from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.memory import counted_model
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, micro_batch_sizes
 from tpfuse.train.predicted import layout_of
+from tpfuse.train.rank_model import ModelConfig
 from tpfuse.train.step_graph import replays
 
 _USABLE = 0.95  # the share of the free memory that a step may need: the formula is about so exact

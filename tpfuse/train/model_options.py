@@ -10,9 +10,9 @@ from tpfuse.errors import CheckpointError, UserError, refusing
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import ModelConfig, outlined
 from tpfuse.train.options import ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import pipeline_stages, rank_count
+from tpfuse.train.rank_model import ModelConfig, outlined
 from tpfuse.train.saved_state import saved_state
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.zero.muon_matrices import hidden_matrices

@@ -1,4 +1,4 @@
-"""What the options of a run mean for Muon."""
+"""Muon's part of the options of a run."""
 
 from tpfuse.errors import UserError
 from tpfuse.train.options import OptimOptions

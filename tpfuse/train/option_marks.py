@@ -1,4 +1,4 @@
-"""What is marked on the options of `tpfuse train`, read as one table: options that mean nothing without others."""
+"""The marks on the options of `tpfuse train`, read as one table: options that mean nothing without others."""
 
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace

@@ -49,12 +49,12 @@ OptionalLength = Annotated[int | str | None, arg(metavar="STEPS", help_behavior_
 
 
 class Effect(Enum):
-    """What a change of an option does to the next step of a run that resumes; each option of `TrainCommand` has one."""
+    """The effect of a changed option on the next step of a run that resumes; each option of `TrainCommand` has one."""
 
     NUMBERS = "the step computes other numbers"
     ROUNDING = "the step rounds differently"
     NOTHING = "the step computes the same, or what the option names is compared"
-    REFUSED = "nothing, since only a new run reads the option"
+    REFUSED = "nothing: only new runs read it"
 
 
 Alters = Annotated[T, Effect.NUMBERS]
@@ -65,7 +65,7 @@ Begins = Annotated[T, Effect.REFUSED]
 
 @dataclass(frozen=True)
 class Needs:
-    """What an option needs to mean something: a dimension of the layout, or a value of another option.
+    """The condition under which an option means something: a dimension of the layout, or a value of another option.
 
     said: that in words. met: whether a run has it. A new run refuses the option without it. A run that resumes without
     it drops the option that it had, and says so (`tpfuse.train.option_marks`).

@@ -1,4 +1,4 @@
-"""What the options of a run mean for its pipeline: the order of a step, and the stages of the model."""
+"""The pipeline that the options of a run mean: the order of a step, and the stages of the model."""
 
 import contextlib
 

@@ -21,10 +21,10 @@ from tpfuse.plan.hardware import Cluster, known_gpu, parse_network
 from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, TrainingProgram
 from tpfuse.plan.time import StepTimes, simulated_step, step_times
 from tpfuse.train.decoder import DecoderConfig
-from tpfuse.train.language_model import ModelConfig, blocks_of
 from tpfuse.train.model_options import ulysses_ranks
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages, stages_per_rank
+from tpfuse.train.rank_model import ModelConfig, blocks_of
 
 EXACT = 0.01  # the share by which a model's parameters may differ from the formula's
 _TIMED = ("float32", "bfloat16", "float16")  # the dtypes whose rates are known

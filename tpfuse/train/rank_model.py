@@ -1,72 +1,83 @@
-"""What `tpfuse train` asks of a language model on one rank, or on ranks that share its layers, sequences, or both."""
+"""The models that `tpfuse train` trains: the GPT of tpfuse, and decoders of transformers (`tpfuse.train.decoder`)."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any, get_type_hints
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.layout import Slices
-from tpfuse.parallel.context import ContextParallel
+from tpfuse.checkpoint.untrusted import check
+from tpfuse.comm import collectives
+from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
+from tpfuse.drop_in.structure import decoder_layers
+from tpfuse.models.generate import generate
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
+from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.train.batches import MicroBatch
+from tpfuse.train.compiled import compiled
+from tpfuse.train.decoder import DecoderConfig, DecoderModel
+from tpfuse.train.language_model import Drawing, LanguageModel
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.pipeline_options import own_stages, pipeline_order
+
+ModelConfig = GPTConfig | DecoderConfig
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """How the tokens of a text are drawn (`tpfuse.models.generate`). temperature: 0 takes the most probable one."""
+class GPTModel(LanguageModel):
+    """The GPT on this rank. mesh: the whole mesh of the run, None for one rank. Its parameters are uninitialised."""
 
-    temperature: float
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    def __init__(
+        self,
+        config: GPTConfig,
+        options: TrainCommand,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.device_mesh = tensor_mesh(mesh)
+        rank, _ = rank_and_size(flat_group(mesh, "pp"))
+        self.module: GPT = GPT(
+            config,
+            device_mesh=self.device_mesh,
+            context_mesh=context_mesh(mesh),
+            context_schedule=options.parallel.cp_schedule,
+            context_balance=options.parallel.cp_balance,
+            recompute=options.train.recompute,
+            offload_activations=options.train.offload_activations,
+            stages=own_stages(options, config, rank),
+            device=device,
+            dtype=dtype,
+        )
+        self.context = self.module.context
+        self.stages = self.module.stages
+        self._forward: Any = self.module  # in training
 
-
-class LanguageModel(ABC):
-    """A language model. Its parameters are uninitialised at first."""
-
-    # Its description.
-    config: Any
-    # The module with the parameters.
-    module: nn.Module
-    # The ranks that share each sequence.
-    context: ContextParallel
-    # Tensor-parallel; None for one rank.
-    device_mesh: DeviceMesh | None
-    # The pipeline stages of this rank, which alone it has.
-    stages: Sequence[Stage]
-    # The token with which a document begins, if the tokens of a document see each other alone in `loss`.
-    document_start: int | None = None
-
-    @abstractmethod
     def draw(self, seed: int) -> None:
-        """Draw the parameters from `seed`; they are the same in every layout of ranks."""
+        initialize(self.module, seed)
 
-    @abstractmethod
     def compile(self, *, one_graph: bool) -> None:
-        """Let training steps run by torch.compile. one_graph: whether a break of the graph is an error."""
+        self._forward = compiled(self.module, one_graph=one_graph)
 
-    def loss(self, batch: MicroBatch) -> Tensor:
-        """Return the sum over all tokens of their losses in nats, times the weight of the batch, as a scalar.
-
-        Each context-parallel rank returns its part of the sum.
-        """
-        return self.part(self.stages[0], None, batch)
-
-    @abstractmethod
     def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Return the output of a pipeline stage of this rank; that of the last stage is the loss, or the logits.
+        ids, targets, weight, at, sequences, cache, _ = batch
+        forward = self.module if at is None else self._forward
+        starts = None if targets is None or self.document_start is None else ids == self.document_start
+        y: Tensor = forward(
+            ids, targets, loss_weight=None if targets is None else weight, dropout_at=at, sequences_B=sequences,
+            cache=cache, stage=stage, x_mC=x, starts_BT=starts,
+        )  # fmt: skip
+        return y
 
-        x: the output of the stage before it, None for the first stage. Logits end with those of the last position.
-        """
-
-    @abstractmethod
     def modules_of(self, stage: Stage) -> list[nn.Module]:
-        """Return the modules with the parameters of a pipeline stage of this rank."""
+        return self.module.modules_of(stage)
 
-    @abstractmethod
     def generate(
         self,
         ids: Tensor,
@@ -75,21 +86,78 @@ class LanguageModel(ABC):
         ends: tuple[int, ...] = (),
         logits: Callable[[MicroBatch], Tensor] | None = None,
     ) -> Tensor:
-        """Return the prompts `ids`, [sequences, tokens] int64, each with at most `tokens` more.
+        forward = None if logits is None else lambda ids, cache: logits(MicroBatch(ids, cache=cache))
+        eos = ends[0] if ends else None
+        return generate(self.module, ids, tokens, eos=eos, forward=forward, **asdict(drawing))
 
-        ends: tokens that end a text. logits: returns the logits [sequences, vocabulary] of the last position, equal on
-        all ranks, if the stages of the model are on several ranks. All ranks call this, and return the same.
-        """
-
-    @abstractmethod
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of a training step for each token."""
+        return self.module.flops_per_token()
 
-    def stored(
-        self, name: str, tensor: Tensor, slices: Slices, shape: tuple[int, ...]
-    ) -> Iterator[tuple[tuple[int, ...], Tensor, Slices]]:
-        """Yield (whole shape, part of `tensor`, slices of it) as checkpoints have them, in every layout of ranks.
 
-        tensor: the `slices` [start, stop) of a parameter of `shape`, or of its state in the optimizer.
-        """
-        yield shape, tensor, slices
+def language_model(
+    config: ModelConfig, options: TrainCommand, mesh: DeviceMesh | None, device: torch.device, dtype: torch.dtype
+) -> LanguageModel:
+    """Return the model of a description on this rank, with uninitialised parameters. Raise ValueError."""
+    if isinstance(config, DecoderConfig):
+        return DecoderModel(config, options, mesh, device, dtype)
+    return GPTModel(config, options, mesh, device, dtype)
+
+
+def pipeline_runner(
+    model: LanguageModel,
+    options: TrainCommand,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Runner:
+    """Return what runs the stages of this rank. autocast: returns the context in which losses are computed."""
+    stages = {stage.index: stage for stage in model.stages}
+
+    def compute(stage: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        with nullcontext() if batch.targets is None else autocast():
+            return model.part(stages[stage], x, batch)
+
+    modules = {index: model.modules_of(stage) for index, stage in stages.items()}
+    return Runner(pipeline_order(options), compute, modules, group, device)
+
+
+@torch.no_grad()
+def pipeline_logits(model: LanguageModel, runner: Runner, batch: MicroBatch) -> Tensor:
+    """Return the logits [sequences, vocabulary] of the last position, on all ranks of the pipeline."""
+    dtype = next(model.module.parameters()).dtype
+    logits = torch.zeros(len(batch.ids), model.config.vocab_size, dtype=dtype, device=runner.device)
+    for output in runner.forward([batch]):
+        logits = output[:, -1].contiguous()
+    return collectives.all_reduce(logits, runner.group)
+
+
+def outlined(config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
+    """Return this rank's whole model on the meta device, without communication. mesh: tensor-parallel, or None."""
+    if isinstance(config, DecoderConfig):
+        return config.outlined(mesh, dtype)
+    return GPT(config, device_mesh=mesh, device="meta", dtype=dtype)
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return this rank's transformer blocks of a model, which ZeRO stage 3 gathers one after another."""
+    if isinstance(model, GPT):
+        return model.blocks
+    return [layer for layer in decoder_layers(model) if not isinstance(layer, nn.Identity)]  # of other stages
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Return the number of parameters of the whole model, counted in the model itself."""
+    return sum(parameter.numel() for parameter in outlined(config, None, torch.float32).parameters())
+
+
+def config_from_json(description: dict[str, Any]) -> ModelConfig:
+    """Return the description of a model whose `as_json` has returned this.
+
+    Raise Unreadable, TypeError or ValueError for another value.
+    """
+    if "settings" in description:
+        check(description, {"settings": dict, "n_positions": int, "files": dict}, "the model")
+        return DecoderConfig.from_json(description)
+    hints = get_type_hints(GPTConfig)
+    check(description, {name: hints[name] for name in description if name in hints}, "the model")
+    return GPTConfig(**description)

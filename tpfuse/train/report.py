@@ -12,7 +12,6 @@ from tpfuse.switches import resolved_kernels
 from tpfuse.train.batches import Mixture, unigram_loss
 from tpfuse.train.data import percent
 from tpfuse.train.hardware import held_bytes, memory_bytes
-from tpfuse.train.language_model import parameter_count
 from tpfuse.train.launch import RankInfo
 from tpfuse.train.memory import memory_of, remarks
 from tpfuse.train.messages import program, say
@@ -20,6 +19,7 @@ from tpfuse.train.metrics import draw_losses, read_metrics
 from tpfuse.train.options import TrainOptions
 from tpfuse.train.pipeline_options import described_layout, micro_batch_size, pipeline_costs, pipeline_stages
 from tpfuse.train.predicted import Prediction
+from tpfuse.train.rank_model import parameter_count
 from tpfuse.train.setup import PreparedRun
 from tpfuse.train.step_graph import LAUNCHED
 from tpfuse.train.trainer import Trainer

@@ -8,9 +8,9 @@ from tpfuse.train.config import BEFORE
 from tpfuse.train.continuation import check_schedule
 from tpfuse.train.data import RunData
 from tpfuse.train.initial_weights import differences
-from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.messages import warn
 from tpfuse.train.options import TrainCommand
+from tpfuse.train.rank_model import ModelConfig
 from tpfuse.train.saved_state import saved_state
 
 

@@ -7,8 +7,8 @@ from tpfuse.checkpoint.checkpoint import Checkpoint, CheckpointError, newest_goo
 from tpfuse.checkpoint.manifest import MANIFEST
 from tpfuse.checkpoint.untrusted import Unreadable, check, quoted, read_json
 from tpfuse.errors import UserError, instead_of
-from tpfuse.train.language_model import ModelConfig, config_from_json
 from tpfuse.train.messages import warn
+from tpfuse.train.rank_model import ModelConfig, config_from_json
 from tpfuse.train.tokenizer import Tokenizer, from_json
 
 _SCHEMA = {

@@ -11,10 +11,10 @@ from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data
 from tpfuse.train.data_checks import check_documents, check_lengths
 from tpfuse.train.initial_weights import find_source
-from tpfuse.train.language_model import ModelConfig
 from tpfuse.train.model_options import check_offload, model_config
 from tpfuse.train.options import PrepareCommand, TrainCommand
 from tpfuse.train.pipeline_options import rank_count
+from tpfuse.train.rank_model import ModelConfig
 from tpfuse.train.resume_point import resume_point
 from tpfuse.train.run_folder import claimed, run_folder, store_tokens, write_run
 from tpfuse.train.token_file import read_descriptions, token_paths

@@ -1,4 +1,4 @@
-"""What `tpfuse train --profile…` records of some steps of a run."""
+"""Recordings of some steps of a run, for `tpfuse train --profile…`."""
 
 import contextlib
 from collections.abc import Iterator, Mapping

@@ -31,7 +31,11 @@ from tpfuse.parallel.pipeline.timeline import Interval, Timeline
 from tpfuse.train.batches import MicroBatch, Windows
 from tpfuse.train.compiled import compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
-from tpfuse.train.language_model import (
+from tpfuse.train.language_model import Drawing
+from tpfuse.train.muon_options import muon_options
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages
+from tpfuse.train.rank_model import (
     ModelConfig,
     blocks_of,
     language_model,
@@ -39,18 +43,14 @@ from tpfuse.train.language_model import (
     pipeline_logits,
     pipeline_runner,
 )
-from tpfuse.train.muon_options import muon_options
-from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages
-from tpfuse.train.rank_model import Drawing
 from tpfuse.train.schedule import learning_rate
 from tpfuse.train.step_graph import StepGraph, replays
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.compression import PowerSGDCompression, compression_of
-from tpfuse.zero.engine import DATA_AXES
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.muon_matrices import hidden_matrices
+from tpfuse.zero.sharding import DATA_AXES
 
 _FIRST_SCALE = 2.0**16  # the first loss scale in float16; it is halved at an overflow and doubled after 2000 good steps
 _SCALE_INTERVAL = 2000

@@ -1,261 +1,280 @@
-"""The entrance to ZeRO: `shard` gives the parameters of a model to the engine of a stage.
+"""The base class of the engines of all stages: the micro-batches of a step, and the check that a model is unchanged."""
 
-    mesh = build_mesh("cpu", dp=4, tp=2)
-    engine = shard(model, mesh, stage=2)
-    optimizer = adamw(engine, weight_decay=0.1)
-    for batches in data:
-        for index, batch in enumerate(batches):
-            engine.start(last=index == len(batches) - 1)  # gradients are exchanged in the last backward pass
-            (loss_sum(model, batch) / labels).backward()  # gradients are summed over ranks, not averaged
-        engine.finish()
-        squared = all_reduce(engine.squared_norm(), engine.world_group)
-        optimizer.step(lr=1e-3, factor=min(1.0, 1.0 / squared.sqrt().item()))
-
-`tpfuse.ZeroOptimizer` does this for loops that were written for PyTorch's DDP.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
 from os import PathLike
-from typing import Any, get_args
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
 
-from tpfuse.choices import Accumulate, GradientDtype, MomentDtype
-from tpfuse.comm import collectives
-from tpfuse.comm.layout import local_tensor, model_device
-from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
-from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
-from tpfuse.zero.bucket_layout import BUCKET_BYTES
-from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.micro_batches import RankGroups
-from tpfuse.zero.muon import MuonOptions
-from tpfuse.zero.muon_matrices import Rows, matrices_of
-from tpfuse.zero.offload import FileStore, file_bytes, moment_dtype, state_bytes, state_store
-from tpfuse.zero.parameter_takeover import partial_gradients
+from tpfuse.choices import Accumulate
+from tpfuse.comm.layout import local_tensor
+from tpfuse.zero.muon_matrices import HiddenMatrix
+from tpfuse.zero.parameter_takeover import GradientPlace, location
 from tpfuse.zero.reducer.inter_node import Compression
-from tpfuse.zero.sharded_adamw import ShardedAdamW
-
-DATA_AXES = ("dp", "cp", "ring", "ulysses")  # along these dimensions, ranks have equal parameters and other tokens
-AXES = ("pp", *DATA_AXES, "tp")
 
 
-def shard(
-    model: nn.Module,
-    mesh: DeviceMesh | None = None,
-    *,
-    stage: int,
-    units: Iterable[nn.Module] = (),
-    replicas: int = 1,
-    shared: SharedParameters | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    gradient_dtype: GradientDtype = "float32",
-    reduce_dtype: GradientDtype | None = None,
-    accumulate: Accumulate = "sharded",
-    compression: Compression | None = None,
-    matrices: Mapping[str, int | Sequence[Rows]] | None = None,
-    offload: str | PathLike[str] = "none",
-) -> GradientBuckets | FullySharded:
-    """Return the engine that takes over the parameters of `model` at this stage of ZeRO (arXiv:1910.02054).
+class StepState(Enum):
+    """How far an engine is in a step. The value completes the sentence "the engine has …" in error messages."""
 
-    model: its parameters, of any shapes, are plain or DTensors on the mesh's dimension "tp". Data-parallel ranks get
-    the parameters and buffers of the first of them, as under DDP.
-
-    mesh: all ranks that train the model: a mesh whose dimensions are named among "pp", "dp", "cp" (or "ring" and
-    "ulysses") and "tp". Ranks along "dp" and "cp" have the same parameters and different tokens; gradients are summed
-    over them. None: all ranks of torch's default group are data-parallel.
-
-    stage: 0 (nothing is sharded), 1 (AdamW's state), 2 (gradients too) or 3 (parameters too). Stage 3 on one
-    data-parallel rank has nothing to shard, and is stage 2.
-
-    units: for stage 3: modules of the model in the order of its forward pass, such as its blocks. The parameters of a
-    unit are gathered while it computes; all other parameters are gathered during the whole pass. replicas: for stage 3:
-    the number of copies of the model (HSDP); it must divide the number of data-parallel ranks.
-
-    shared: `pipeline.shared` of a `tpfuse.Pipeline`.
-
-    bucket_bytes: for stages 0 to 2: the size of a bucket's float32 gradients, by default that of torch's DDP.
-    gradient_dtype: for stages 0 to 2: the dtype in which gradients are accumulated and kept, "float32" (float64 for
-    float64) or "parameter" for the parameters' own. reduce_dtype: the dtype in which gradients are sent, by default
-    `gradient_dtype`; stage 3 accumulates in it too. Sums are float32 in both cases, except the whole sums of stage 0
-    and all sums of stage 3, which have the dtype that is sent.
-
-    accumulate: for stages 2 and 3: what a rank keeps of the gradients of earlier micro-batches. "sharded": its shard of
-    their sum. Each backward pass is reduced, and where reductions run beside products the next pass computes meanwhile.
-    "whole": whole gradients, of which only the last pass of a step sends the sum. Stages 0 and 1 always keep those.
-
-    compression: for stages 0 to 2: the compression of gradients that nodes send each other
-    (`tpfuse.zero.compression`). It compresses the sum of a step, so gradients accumulate whole.
-
-    matrices: the parameters that Muon updates, as `tpfuse.zero.hidden_matrices` returns them; a number instead of rows
-    says how many matrices of equal height a parameter packs. AdamW updates all others, and without this argument all.
-
-    offload: the place of what the update alone uses, float32 masters and moments (`tpfuse.zero.offload`): "none" (the
-    parameters' device), "host" (the host's memory) or a folder on a local disk. At stage 3 the shards are the masters;
-    unless it is "none", they and their gradients are in the host's memory; for a folder, `adamw` moves them there.
-
-    Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
-    parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
-    that two units share). Raise ValueError on every rank if data-parallel ranks have parameters of other names, shapes
-    or dtypes. Raise PeerTimeout.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"shard got {shown(model)}: expected the model, an nn.Module, since the names and the modules of its"
-            " parameters matter too"
-        )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("shard got a model in DDP, which it replaces: expected the model, its .module")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
-    for name, choice, kind in (
-        ("gradient_dtype", gradient_dtype, GradientDtype),
-        ("reduce_dtype", reduce_dtype or gradient_dtype, GradientDtype),
-        ("accumulate", accumulate, Accumulate),
-    ):
-        if choice not in get_args(kind):
-            names = " or ".join(f'"{each}"' for each in get_args(kind))
-            raise ValueError(f"shard: {name} is {shown(choice)}: expected {names}")
-    for name, given, usual, stages in (
-        ("replicas", replicas, 1, (3,)),
-        ("gradient_dtype", gradient_dtype, "float32", (0, 1, 2)),
-        ("compression", compression, None, (0, 1, 2)),
-    ):
-        if given != usual and stage not in stages:
-            raise ValueError(f"shard: {name} is not for stage {stage}: expected stage {' or '.join(map(str, stages))}")
-    _check_mesh(mesh)
-    _check_tensor_parallel(model, mesh)
-    hidden = matrices_of(model, matrices or {})
-    shared = SharedParameters() if shared is None else shared
-    if shared.ends is not None and "pp" not in (mesh.mesh_dim_names or () if mesh else ()):
-        raise ValueError('shard: mesh has no dimension "pp", along which the stages that share parameters are')
-    data = default_group() if mesh is None else flat_group(mesh, *DATA_AXES)
-    _, ranks = rank_and_size(data)
-    if replicas < 1 or ranks % replicas:
-        raise ValueError(f"replicas {replicas}: expected a number that divides the {ranks} data-parallel ranks")
-    device, fully = model_device(model), stage == 3 and ranks > 1
-    groups = RankGroups(data, data, data)
-    if mesh is not None:
-        kept = () if fully else DATA_AXES
-        ends = None if shared.ends is None else group_of_ends(mesh, *shared.ends, *kept)
-        tensor_rank, _ = rank_and_size(flat_group(mesh, "tp"))
-        groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends, tensor_rank)
-    trained = any(x.requires_grad and x.numel() for x in model.parameters())
-    if not collectives.on_any_rank(trained, groups.world, device):  # one stage of a pipeline may be frozen
-        raise ValueError("shard: the model has no parameter that requires a gradient")
-    if fully:
-        if mesh is None:
-            mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",))
-        engine: GradientBuckets | FullySharded = FullySharded(
-            model,
-            groups,
-            mesh=mesh,
-            units=units,
-            replicas=replicas,
-            reduce_dtype=reduce_dtype or "float32",
-            accumulate=accumulate,
-            tied=shared.tied,
-            matrices=hidden,
-            offload=offload,
-        )
-    else:
-        engine = GradientBuckets(
-            model,
-            groups,
-            stage=min(stage, 2),
-            bucket_bytes=bucket_bytes,
-            gradient_dtype=gradient_dtype,
-            reduce_dtype=reduce_dtype,
-            accumulate=accumulate,
-            compression=compression,
-            uses=shared.uses,
-            tied=shared.tied,
-            matrices=hidden,
-        )
-        engine.offload = offload
-    return engine
+    IDLE = "no gradients since the last update"
+    ACCUMULATING = "begun a micro-batch that is not the last of its step"
+    REDUCING = "begun the last micro-batch of a step"  # with ZeroOptimizer several passes may follow (`accumulate`)
+    SUMMED = "the sums of a step"
+    ENDED = "ended a step without its sums"  # after an error in `finish()`, or `discard()`
 
 
-def adamw(
-    engine: GradientBuckets | FullySharded,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    muon: MuonOptions | None = None,
-    state_dtype: MomentDtype = "float32",
-) -> FlatAdamW | ShardedAdamW:
-    """Return the AdamW of the shards of an engine; its method `step(lr, factor)` updates all parameters.
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups over which an engine communicates; None stands for this rank alone."""
 
-    Its state is where the engine's `offload` says (`shard`), which is collective for a folder.
-
-    betas, eps, weight_decay: as in torch.optim.AdamW; biases and norms have no weight decay. muon: the options of Muon,
-    which updates the engine's `matrices`, if it has any. state_dtype: the dtype in which AdamW's moments are kept,
-    "float32" (float64 for float64), or "bfloat16", rounded up or down so that they keep their expectation
-    (kernels/adamw.py); Muon's momentum is never bfloat16. Raise ValueError for bfloat16 moments of float64 parameters,
-    and, on every rank, if a rank cannot use the folder.
-    """
-    options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    options |= {"muon": muon, "state_dtype": state_dtype}
-    problem, offload = "", engine.offload
-    try:
-        if isinstance(engine, FullySharded):
-            by_muon, sizes = {matrix.name for matrix in engine.matrices}, engine.shard_bytes
-            for member in engine.members:
-                one, elements = member.sharded.dtype, local_tensor(member.sharded).numel()
-                kept = [one] if member.name in by_muon else [moment_dtype(state_dtype, one)] * 2
-                sizes += [elements * dtype.itemsize for dtype in kept]
-            nbytes = sum(map(file_bytes, sizes))
-        else:
-            nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage, state_dtype)
-        store = state_store(offload, engine.device, nbytes)
-    except ValueError as error:
-        problem = str(error)
-    compares = bool(problem) or isinstance(store, FileStore)
-    if compares and collectives.on_any_rank(bool(problem), engine.world_group, engine.device):
-        raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
-    if isinstance(engine, FullySharded) and isinstance(store, FileStore):
-        engine.move_shards(store)
-    optimizer = ShardedAdamW if isinstance(engine, FullySharded) else FlatAdamW
-    return optimizer(engine, store=None if offload == "none" else store, **options)
+    data: dist.ProcessGroup | None = None  # ranks with the same parameters and different tokens
+    # Ranks of data × tensor parallelism with this rank's stages: gradients that are partial sums are summed over them.
+    stage: dist.ProcessGroup | None = None
+    world: dist.ProcessGroup | None = None  # all ranks that train the model
+    # Ranks that share the tied parameters of both ends of a pipeline: at stages 0 to 2 the replicas of both ends with
+    # this tensor-parallel rank, at stage 3 only those with this data-parallel rank too. None elsewhere.
+    ends: dist.ProcessGroup | None = None
+    tensor_rank: int = 0  # this rank's number among the tensor-parallel ranks, of which the first counts replicas
 
 
-def _check_mesh(mesh: object) -> None:
-    """Raise ValueError unless the mesh has names that say what each dimension is for, and all wide dimensions."""
-    if mesh is None:
+class Engine(ABC):
+    """An engine that takes over the parameters of `model` (`tpfuse.zero.gradient_buckets`, `fully_sharded`)."""
+
+    data_ranks: int  # the mean gradient is the sum over ranks, divided by this number (`take_context_sums`)
+    world_group: dist.ProcessGroup | None  # all ranks that train the model; None for one rank
+    stage_group: dist.ProcessGroup | None  # the ranks with the same layers, which share the matrices of Muon
+    matrices: Sequence[HiddenMatrix] = ()  # those that Muon updates
+    compression: Compression | None = None  # of the gradients that are sent between nodes
+    stage: int  # of ZeRO
+    accumulate: Accumulate  # "sharded": every backward pass is reduced; "whole": the last one of a step
+    device: torch.device  # on which the model computes
+    offload: str | PathLike[str] = "none"  # the place of the update's state (`tpfuse.zero.offload`)
+    reasons: list[str]  # what exchanges gradients and parameters, and why
+    _places: Mapping[str, GradientPlace]  # of the trained parameters, by name
+    _advice = ""  # what the user should do after a change of the model; the end of an error message
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.state = StepState.IDLE
+
+    def _record_parameters(self) -> None:
+        """Record the parameters, once they are those that training will use: the model must keep them from now on."""
+        self._recorded = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
+        self._module_parameters, self._named_parameters = _module_parameters(self.model), _named_parameters(self.model)
+
+    def start(self, *, last: bool, backwards: int = 1, local: bool = False, again: bool = False) -> None:
+        """Begin a micro-batch. last: whether it is the last of its step.
+
+        The gradients are reduced in the last backward pass of a step. If `accumulate` is "sharded", those of each
+        earlier micro-batch are reduced in its own pass, unless it is `local`: then this rank keeps them whole and adds
+        them to those of the next pass that is reduced. Every rank must run as many passes that are reduced.
+
+        backwards: for a pipeline, which begins the whole step by one call with `last`: the number of backward passes of
+        each of the rank's stages until `finish()`. Forward and backward passes may follow each other in any order, and
+        a gradient that a backward pass writes to `.grad` without running hooks is taken by
+        `for hook in parameter._post_accumulate_grad_hooks.values(): hook(parameter)`.
+
+        again: whether this may follow a last micro-batch that has no gradients which its pass has not reduced, as after
+        `ZeroOptimizer.zero_grad()`; without a pass it counts as not begun.
+
+        Raise ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, if a
+        parameter was frozen, unfrozen, converted or replaced since the engine was made, and for `backwards` without
+        `last`. Raise PeerTimeout.
+        """
+        if backwards < 1 or (backwards > 1 and not last):
+            raise ValueError(f"start(last={last}, backwards={backwards}): expected at least 1, and 1 without last")
+        if self.state is StepState.REDUCING and not (again and self.unused):
+            raise ValueError(f"start(): {self._situation}: call finish() first, or after an error abandon()")
+        first = not self.accumulating
+        if first:
+            self._check_parameters()
+        elif not again:
+            self._end_micro_batch()
+        self._check_frozen()
+        reduces = last or (self.accumulate == "sharded" and not local)
+        self._begin_micro_batch(first=first, last=last, reduces=reduces, backwards=backwards)
+        self.state = StepState.REDUCING if last else StepState.ACCUMULATING
+
+    @property
+    def _situation(self) -> str:
+        return f"the engine has {self.state.value}"
+
+    @property
+    def accumulating(self) -> bool:
+        """Return whether a step has begun whose gradients are not summed yet."""
+        return self.state in (StepState.ACCUMULATING, StepState.REDUCING)
+
+    @property
+    @abstractmethod
+    def unused(self) -> bool:
+        """Return whether every gradient of the last micro-batch is reduced."""
+
+    @abstractmethod
+    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> AbstractContextManager[None]:
+        """Mark a pass of a pipeline's step that computes gradients of a stage's parameters, around that pass.
+
+        complete: those that no later pass computes gradients of. The gradients of a parameter that has had fewer of
+        them than others, or none, are complete at the end of that pass. If `accumulate` is "sharded", each pass must be
+        marked, and its gradients are reduced; otherwise those with `complete` parameters are enough.
+
+        The replicas of a rank must mark the same passes. They are then at the same point of the pipeline's schedule
+        whenever they wait for each other: if one of them waited for gradients of a later pass, that pass might wait,
+        through other ranks of the pipeline, for what the first one has not sent yet. Raise PeerTimeout.
+        """
+
+    def explanation(self) -> list[str]:
+        """Return the line that `tpfuse.explain` prints of the engine, before those of the model's layers."""
+        place = "shards, each one when it is reduced" if self.accumulate == "sharded" else "whole gradients"
+        return [f"ZeRO stage {self.stage} ({', '.join(dict.fromkeys(self.reasons))}): micro-batches add up in {place}"]
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError unless the model has the parameters that the engine has taken, in the engine's memory."""
+        if [*map(id, _module_parameters(self.model))] != [*map(id, self._module_parameters)]:
+            taken, now = self._named_parameters, _named_parameters(self.model)
+            for name in {**taken, **now}:
+                if taken.get(name) is now.get(name):
+                    continue
+                change = "is not in the model any more" if name not in now else "is new in the model"
+                if name in now and name in taken:
+                    change = "was replaced by another tensor, as load_state_dict(assign=True) does"
+                raise ValueError(f"{name} {change}: {self._advice}")
+        for name, parameter, _, recorded in self._recorded:
+            if location(parameter) != recorded:
+                raise ValueError(f"{name} was converted or moved, as model.to() does: {self._advice}")
+
+    def _check_frozen(self) -> None:
+        """Raise ValueError unless the parameters that require a gradient are those of which the engine knows that."""
+        for name, parameter, required, _ in self._recorded:
+            if parameter.requires_grad != required:
+                raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
+
+    @abstractmethod
+    def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
+        """Prepare the engine for the first, the last or another micro-batch of a step. backwards: as in `start`.
+
+        reduces: whether the gradients of its backward pass are reduced.
+        """
+
+    def _end_micro_batch(self) -> None:
+        """Reduce the gradients of a micro-batch that no backward pass has reduced on this rank, before another one."""
         return
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"shard: mesh is {shown(mesh)}: expected a DeviceMesh, or None if all ranks are data-parallel")
-    names = mesh.mesh_dim_names
-    if not names or not set(names) <= set(AXES):
-        raise ValueError(
-            f"shard: mesh has the dimensions {names}: expected names among {', '.join(AXES)}, as in"
-            ' init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))'
-        )
-    check_order(mesh)
-    root = mesh._get_root_mesh()
-    for axis, name in enumerate(root.mesh_dim_names or ()):
-        if name in AXES and name not in names and root.size(axis) > 1:
+
+    def finish(self, *, sums: bool = True) -> None:
+        """Wait until this rank has its summed gradients, after the last micro-batch. Raise PeerTimeout.
+
+        They are the sums of the micro-batches, added in their order, each of which is the sum over the ranks in theirs;
+        of gradients that were accumulated whole, the sum over the ranks.
+
+        sums: pass False if the caller needs neither the sums nor their norm before the update. The update then computes
+        them itself where it can, which saves one pass over memory. Raise ValueError if no micro-batch was the last.
+        """
+        if self.state is not StepState.REDUCING:
             raise ValueError(
-                f'shard: mesh is a slice without "{name}", which has {root.size(axis)} ranks: pass the whole mesh'
+                f"finish() without a last micro-batch, {self._situation}: start(last=True) and its backward pass come"
+                " first"
             )
+        self.state = StepState.ENDED
+        self._complete(sums=sums)
+        self.state = StepState.SUMMED
+
+    @abstractmethod
+    def _complete(self, *, sums: bool) -> None:
+        """Finish the reduction of the gradients after the backward pass. sums: as in `finish`."""
+
+    def discard(self) -> None:
+        """Discard the gradients since the last update, in a step that did not fail; the next `start()` begins a step.
+
+        Every rank must call it, even if none of its gradients has arrived: a rank that has begun the last micro-batch
+        finishes its reduction first, since other ranks may wait for it. Raise PeerTimeout.
+        """
+        if self.state is StepState.REDUCING:
+            self.finish()
+        self._drop()
+        if self.state is not StepState.IDLE:
+            self.state = StepState.ENDED
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Free the gradients of micro-batches that were not reduced."""
+
+    def abandon(self) -> None:
+        """Discard the gradients of a step, after an error on some or all ranks; the next `start()` begins a new step.
+
+        Collective: every rank must call it, wherever its own step has ended. Ranks that still wait for others in this
+        engine then raise PeerTimeout and must call it too. Memory in which tensor-parallel operators failed has its own
+        `reset()`. After an error in an update some parameters may be new, so continue from a checkpoint. Raise
+        PeerTimeout if a rank does not call it.
+        """
+        self._abandon(begun=self.state is not StepState.IDLE)
+        self.state = StepState.IDLE
+
+    @abstractmethod
+    def _abandon(self, *, begun: bool) -> None:
+        """Discard the gradients of a step. begun: whether this rank has begun the step, as other ranks may have."""
+
+    @abstractmethod
+    def squared_norm(self) -> Tensor:
+        """Return this rank's contribution to the squared norm of the whole gradient, float64 [], after `finish()`.
+
+        The sum over `world_group` is the squared norm: a shard that several ranks have is counted on one of them.
+        """
+
+    @abstractmethod
+    def nonfinite(self) -> list[str]:
+        """Return the names of the parameters with a gradient that is not finite in this rank's shards."""
+
+    def take_sums(self) -> None:
+        """Mark the sums of `finish()` as used, before an update.
+
+        Raise ValueError if there are no new sums, or if other code has frozen a parameter, or set, cleared or zeroed
+        its `.grad`, during the step: the sums do not have that.
+        """
+        if self.state is not StepState.SUMMED:
+            raise ValueError(
+                f"an update without new gradients, {self._situation}: call finish() after the last backward pass, and"
+                " then step() once"
+            )
+        self._check_frozen()
+        for name, place in self._places.items():
+            place.check(name)
+        self.state = StepState.IDLE
 
 
-def _check_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Raise ValueError if tensor-parallel ranks of the model are not those along "tp" of the mesh."""
-    tensor = None if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"]
-    known = [] if tensor is None else tensor.mesh.flatten().tolist()
-    way = 'pass the mesh of all ranks, with the model\'s dimension named "tp"'
+def _module_parameters(model: nn.Module) -> list[Parameter | None]:
+    """Return the modules' parameters in a fixed order; model.modules() takes ten times as long as this loop."""
+    parameters: list[Parameter | None] = []
+    waiting, known = [model], {model}
+    for module in waiting:
+        parameters += module._parameters.values()
+        for child in module._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                waiting.append(child)
+    return parameters
+
+
+def _named_parameters(model: nn.Module) -> dict[str, Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """Return the parameters that require a gradient, in the model's order.
+
+    Raise ValueError for one of a complex dtype, and for one in the memory of another parameter, which it would leave.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} is {parameter.dtype}: expected parameters of a real floating dtype")
+    first_at: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
-            ranks = parameter.device_mesh.mesh.flatten().tolist()
-            if ranks != known:
-                raise ValueError(f"shard: {name} is on the ranks {ranks}, and the mesh has {known} along tp: {way}")
-    partial = partial_gradients(model)
-    if partial and len(known) < 2:
-        raise ValueError(
-            f"shard: gradients such as {min(partial)}'s are partial sums over tensor-parallel ranks: {way}"
-        )
+        first = first_at.setdefault(location(parameter)[1], name)
+        if first != name and local_tensor(parameter).numel() and not trained.keys().isdisjoint((first, name)):
+            raise ValueError(f"{first} and {name} are two parameters in one memory: tie them as one parameter")
+    return trained

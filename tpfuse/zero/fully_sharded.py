@@ -47,7 +47,7 @@ from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import Counted
-from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState, trained_parameters
+from tpfuse.zero.engine import Engine, RankGroups, StepState, trained_parameters
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import GradientPlace, count_write, location, take_context_sums, writes
 from tpfuse.zero.reducer.collective import reserve
@@ -104,7 +104,7 @@ class ShardedParameter:
         return local_tensor(self.place.sums)
 
 
-class FullySharded(MicroBatches):
+class FullySharded(Engine):
     """An engine that takes over the parameters of `model`: it shards them and sums their gradients into `members`.
 
     `tpfuse.zero.shard` makes it and documents the arguments. tied: that of `SharedParameters`.
@@ -499,7 +499,7 @@ class FullySharded(MicroBatches):
         self._drop()
 
     def discard(self) -> None:
-        """See `MicroBatches`. Raise Disagreement on all ranks if only some have run a backward pass."""
+        """See `Engine`. Raise Disagreement on all ranks if only some have run a backward pass."""
         unused = self.unused
         if self.state is StepState.REDUCING:
             ran = not unused or any(member.place.sums is not None for member in self.members)

@@ -41,7 +41,7 @@ from tpfuse.layers.local_parameter import offer_leaf, withdraw_leaf
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
-from tpfuse.zero.micro_batches import MicroBatches, RankGroups, StepState, trained_parameters
+from tpfuse.zero.engine import Engine, RankGroups, StepState, trained_parameters
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
     GradientPlace,
@@ -73,14 +73,14 @@ class _Passes(Enum):
 
     LOCAL = auto()  # its gradients stay whole on this rank until a later pass is reduced
     WAITING = auto()  # no gradient has arrived
-    ARRIVED = auto()  # gradients have arrived that the next `start` or `finish` reduces, if no backward pass does
+    ARRIVED = auto()  # gradients wait for the next `start` or `finish`
     BACKWARD = auto()  # gradients of a backward pass have arrived, which autograd's callback reduces at its end
     REDUCED = auto()  # the gradients of all passes so far are reduced; another pass may follow
     IN_STAGE = auto()  # within a marked pass of a pipeline, whose end reduces its gradients
     AFTER_STAGE = auto()  # between two of them, or after the last one
 
 
-class GradientBuckets(MicroBatches):
+class GradientBuckets(Engine):
     """An engine that takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
 
     `tpfuse.zero.shard` makes it and documents the arguments. The ranks of `groups.data` get the parameters and buffers
@@ -315,7 +315,7 @@ class GradientBuckets(MicroBatches):
                     place.leave(taken=True)
 
     def discard(self) -> None:
-        """See `MicroBatches`. NaN replaces the gradients that are missing here: compression keeps its remainders then.
+        """See `Engine`. NaN replaces the gradients that are missing here: compression keeps its remainders then.
 
         No rank uses the sums.
         """
@@ -384,7 +384,7 @@ class GradientBuckets(MicroBatches):
         return self.stage > 0 or index % reducer.world == reducer.shard_index
 
     def nonfinite(self) -> list[str]:
-        """See `MicroBatches`; the names are in the buckets' order."""
+        """See `Engine`; the names are in the buckets' order."""
         return [
             segment.name
             for bucket in self.buckets

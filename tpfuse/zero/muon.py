@@ -124,7 +124,7 @@ def update_momentum(
 
 
 class _Part(NamedTuple):
-    """What a rectangle has of a matrix. within: its index in the tensor of rectangle number `rectangle`."""
+    """The part of a matrix that a rectangle has. within: its index in the tensor of rectangle number `rectangle`."""
 
     matrix: int
     slices: Slices

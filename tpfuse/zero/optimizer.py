@@ -29,11 +29,11 @@ from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.mesh import flat_group, rank_and_size, shown
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import PowerSGDCompression
-from tpfuse.zero.engine import AXES, adamw, shard
+from tpfuse.zero.engine import StepState
 from tpfuse.zero.fully_sharded import FullySharded
-from tpfuse.zero.micro_batches import StepState
 from tpfuse.zero.muon import MuonOptions
 from tpfuse.zero.muon_matrices import hidden_matrices
+from tpfuse.zero.sharding import AXES, adamw, shard
 
 _SHARED = ("lr", "betas", "eps")  # hyperparameters that must be equal in both of AdamW's groups of parameters
 

@@ -1,4 +1,4 @@
-"""What the ranks of one model must share: equal inputs and equal random numbers.
+"""Equal inputs and equal random numbers, which the ranks of one model must share.
 
 Along tensor, context and pipeline parallelism the ranks compute parts of one result. If their inputs differ, so that
 each part belongs to another batch, the result is that of no batch, and no shape tells. So ranks compare their inputs.
@@ -40,7 +40,7 @@ _WAY = (
 
 @dataclass(frozen=True)
 class _Input:
-    """What ranks compare of an input."""
+    """The properties of an input that ranks compare."""
 
     described: str  # its dtype and shape, or its value
     digest: int = 0  # that of its bytes

@@ -1,4 +1,4 @@
-"""What `tpfuse plan` plans for: the model, how `tpfuse train` is told to train it, and the GPUs."""
+"""The subject of `tpfuse plan`: the model, how `tpfuse train` is told to train it, and the GPUs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,12 +8,12 @@ from tpfuse.errors import UserError
 from tpfuse.plan.hardware import NO_LINK, Cluster, known_tables, load_gpu, network_kind, parse_network, read_tables
 from tpfuse.plan.sizes import ModelSizes, TrainingProgram
 from tpfuse.train.config import parse_train
-from tpfuse.train.language_model import parameter_count
 from tpfuse.train.memory import model_arguments, vocabulary
 from tpfuse.train.model_options import model_config
 from tpfuse.train.option_marks import suited
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.predicted import check_timed, program_of, sizes_of
+from tpfuse.train.rank_model import parameter_count
 
 PER_NODE = 8  # GPUs of a node by default
 _USUAL_TOKENS = 2**20  # of a step: GPT-3's batches begin at half a million tokens (arXiv:2005.14165, table 2.1)

@@ -1,4 +1,4 @@
-"""What `tpfuse plan` prints: the best layouts, where their time and memory go, and why each is slower than the best."""
+"""The report of `tpfuse plan`: the best layouts, their time and memory, and why each is slower than the best."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields

@@ -19,7 +19,7 @@ from tpfuse.explore.ptx.tensor_maps import Tile
 
 
 class StoringProgram(Protocol):
-    """What stores need of their program. at: the number of the present instruction."""
+    """The parts of a program that its stores need. at: the number of the present instruction."""
 
     at: int
     warp_of: Array

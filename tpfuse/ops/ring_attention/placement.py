@@ -44,7 +44,7 @@ class RingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What this rank does in one call of `ring_attention`."""
+    """This rank's part in one call of `ring_attention`."""
 
     # What attends to the keys of the ranks of the ring.
     ring: Ring

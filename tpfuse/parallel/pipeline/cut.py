@@ -24,7 +24,7 @@ def whole_model(layers: int) -> Stage:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part of a model costs."""
+    """The cost of a part of a model."""
 
     flops: int  # floating-point operations for a token
     parameters: int  # number of parameters

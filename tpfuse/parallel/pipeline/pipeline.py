@@ -22,7 +22,7 @@ from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.order import PipelineSchedule, order, stage_ranks, usual_stages
 from tpfuse.parallel.pipeline.parts import Part, Parts, as_modules
 from tpfuse.parallel.pipeline.plan import PipelinePlan
-from tpfuse.parallel.pipeline.runner import Engine, Runner
+from tpfuse.parallel.pipeline.runner import GradientEngine, Runner
 from tpfuse.parallel.pipeline.timeline import predicted
 
 MicroBatch = tuple[Tensor, ...]
@@ -103,7 +103,7 @@ class Pipeline:
         """Return whether this rank has the last stage, which computes the losses."""
         return self._runner.has_last
 
-    def step(self, batches: Sequence[MicroBatch], engine: Engine | None = None) -> list[Tensor]:
+    def step(self, batches: Sequence[MicroBatch], engine: GradientEngine | None = None) -> list[Tensor]:
         """Run the forward and backward passes of a step; return the losses on the rank of the last stage, [] elsewhere.
 
         batches: the micro-batches, which are tuples of tensors, equal on all ranks of the pipeline and of equal shapes

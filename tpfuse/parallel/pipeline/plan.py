@@ -1,4 +1,4 @@
-"""What is known of a pipeline before a step: its stages and their costs, its bubbles, and what carries its messages."""
+"""The plan of a pipeline: its stages and their costs, its bubbles, and what carries its messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ Compute = Callable[[int, Tensor | None, Any], Tensor]
 _Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sent, and its route and message to release
 
 
-class Engine(Protocol):
+class GradientEngine(Protocol):
     """The part of the engines of `tpfuse.zero.shard` that a pipeline uses. They take the gradients of its stages."""
 
     accumulate: Accumulate
@@ -60,7 +60,7 @@ class Engine(Protocol):
 
 @dataclass
 class _Flight:
-    """What a stage keeps of a micro-batch between its forward pass and the end of its backward pass."""
+    """The tensors that a stage keeps of a micro-batch between its forward pass and the end of its backward pass."""
 
     x: Tensor | None  # the input, a leaf; None on the first stage
     output: Tensor | GradientEdge | None  # where the backward pass begins; None if the output needs no gradient
@@ -202,7 +202,7 @@ class Runner:
             implementation, reason = choice.implementation, reason_of(choice)
         return PipelinePlan(self.order, tuple(stages), tuple(costs), implementation, reason, predicted)
 
-    def train(self, batches: Sequence[Any], engine: Engine | None = None) -> list[Tensor]:
+    def train(self, batches: Sequence[Any], engine: GradientEngine | None = None) -> list[Tensor]:
         """Run forward and backward passes for the micro-batches; return their losses on the rank of the last stage.
 
         Gradients are accumulated as by `backward`. Hooks of torch's register_post_accumulate_grad_hook run once for
@@ -258,7 +258,7 @@ class Runner:
             self._handed.clear()
         return [outputs[number] for number in sorted(outputs)]
 
-    def _backward_pass(self, action: Action, engine: Engine | None) -> AbstractContextManager[None]:
+    def _backward_pass(self, action: Action, engine: GradientEngine | None) -> AbstractContextManager[None]:
         """Mark an action that computes gradients of a stage's weights, if the engine reduces them.
 
         After the last one of a stage those of its parameters are complete that no stage with later ones has.

@@ -1,4 +1,4 @@
-"""What an engine of `tpfuse.zero` must know of the parameters that stages of a pipeline share."""
+"""Parameters that stages of a pipeline share, as an engine of `tpfuse.zero` must know them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
