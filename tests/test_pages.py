@@ -84,7 +84,6 @@ def _missing(page: Path) -> Iterator[str]:
         "--help",
         "--help-all",
         "--version",
-        "--completion",
     }
     commands = re.findall(r"(?:`|^)tpfuse \w+ [^`\n#]*", text, re.M)
     for flag in re.findall(r"--[a-z][\w-]*\.[\w-]+", text) + re.findall(r"--[\w.-]+", " ".join(commands)):

@@ -4,9 +4,7 @@ A command imports the modules that it needs when it runs: importing torch takes 
 errors need it.
 """
 
-import contextlib
 import gc
-import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -228,8 +226,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "--version":
         print(f"tpfuse {__version__}")
         return 0
-    if name == "--completion":
-        return _completion(arguments)
     if name not in COMMANDS:
         raise UserError(f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
     command = COMMANDS[name]
@@ -264,32 +260,12 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 _OTHERS = (
     "tpfuse COMMAND --help lists the options of a command.",
     "tpfuse --version prints the version.",
-    "tpfuse --completion bash (or zsh, fish) prints a script for tab completion.",
 )
-_SHELLS = ("bash", "zsh", "fish")
 
 
 def _usage() -> str:
     lines = [f"  {name:<10}{command.text}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: tpfuse COMMAND [options]", "", *lines, "", *_OTHERS])
-
-
-def _completion(arguments: Sequence[str]) -> int:
-    """Print the script by which a shell completes commands and options."""
-    shell = arguments[0] if arguments else ""
-    if shell not in _SHELLS:
-        raise UserError(f"{shell!r} is not a shell: expected one of {', '.join(_SHELLS)}")
-    check_extra()
-    from tyro.extras import subcommand_cli_from_dict
-
-    from tpfuse.train import options
-
-    kinds = {name: getattr(options, f"{name.capitalize()}Command") for name in COMMANDS}
-    script = io.StringIO()
-    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
-        subcommand_cli_from_dict(kinds, prog="tpfuse", args=["--tyro-write-completion", shell, "-"])
-    print(script.getvalue().replace("complete -F", "complete -o default -F"))  # so that RUN, a path, is completed
-    return 0
 
 
 def run(arguments: Sequence[str]) -> int:

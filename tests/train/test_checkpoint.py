@@ -437,27 +437,6 @@ def test_keys_are_the_name_of_the_tensor_and_a_number_from_the_second_on(tmp_pat
         checkpoint.save(tmp_path, 2, {"w": shards["w"] + shards["w"][1:]}, {}, keep=0, group=None, warn=silent)
 
 
-def as_format_1(folder: Path) -> None:
-    """Convert a manifest to the one that the first release would have written."""
-    file = folder / "manifest.json"
-    table = json.loads(file.read_bytes())
-    del table["sha256"]
-    table["format"] = 1
-    for entry in table["tensors"].values():
-        for piece in entry["slices"]:
-            del piece["key"]
-    file.write_bytes(manifest.encode(table))
-
-
-def test_format_1_still_loads(tmp_path):
-    folder = Path(pool(4).run(save_shards, tmp_path, grid_shards, 3)[0])
-    as_format_1(folder)
-    saved = checkpoint.newest_good(tmp_path, warn=silent)
-    for rank in range(3):
-        assert_loads(saved, grid_shards(3, rank, 3))
-        assert_loads(saved, cut_shards(3, rank, 3))
-
-
 def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -> list[Slices]:
     """Return the rectangles that result from cutting a random one in two again and again."""
     whole = [tuple((0, size) for size in shape)]
@@ -469,17 +448,6 @@ def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -
             whole += [(*old[:dimension], half, *old[dimension + 1 :]) for half in ((start, cut), (cut, stop))]
     choose.shuffle(whole)
     return whole
-
-
-def test_a_bias_that_was_saved_in_two_dimensions_loads_into_one(tmp_path):
-    """Biases of packed projections were [parts, height]; a range of their elements is a state's shard."""
-    saved = torch.arange(12.0).view(3, 4)
-    halves = [shard(saved, ((0, 3), (0, 2))), shard(saved, ((0, 3), (2, 4)))]
-    checkpoint.save(tmp_path, 1, {"bias": halves}, STATE, keep=0, group=None, warn=silent)
-    loaded = torch.zeros(12)
-    pieces = [Shard((12,), ((a, b),), loaded[a:b], True) for a, b in ((0, 3), (3, 9), (9, 12))]
-    checkpoint.newest_good(tmp_path, warn=silent).load({"bias": pieces})
-    assert torch.equal(loaded, saved.flatten())
 
 
 def test_flaws_of_partitions_agree_with_counting_every_element():

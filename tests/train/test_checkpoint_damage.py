@@ -123,7 +123,7 @@ def file_elsewhere(table):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda table: table.update(format=3), "expected format 1 or 2, found format 3"),
+        (lambda table: table.update(format=3), "expected format 2, found format 3"),
         (lambda table: table.pop("state"), "the manifest has no 'state'"),
         (lambda table: table.pop("tensors"), "the manifest has no 'tensors'"),
         (lambda table: table.update(state=5), "'state' of the manifest is 5: expected dict"),

@@ -708,31 +708,6 @@ def test_without_the_extra_a_command_says_at_once_what_to_install(
         else:
             assert run([name, "--help"]) == 2
             assert capsys.readouterr().err == f"tpfuse {name}: {needed}"
-    assert run(["--completion", "bash"]) == 2
-    assert needed in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_the_completion_script_completes_commands_and_options(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The script's function is called in bash, as bash calls it for the tab key."""
-    assert run(["--completion", "bash"]) == 0
-    script = capfd.readouterr().out
-    (name,) = re.findall(r"^complete -o default -F (\w+) tpfuse$", script, re.MULTILINE)
-    script += 'COMP_CWORD=$(($# - 1)); COMP_WORDS=("$@"); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}\n'
-    (tmp_path / "script").write_text(f'{script}{name}; echo "${{COMPREPLY[@]}}"\n')
-
-    def completed(*words: str) -> list[str]:
-        command = ["bash", str(tmp_path / "script"), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-
-    assert completed("tpfuse", "tr") == ["train"]
-    assert completed("tpfuse", "train", "--train.ste") == ["--train.steps"]
-    words = completed("tpfuse", "memory", "gpt2-124m", "--recompute", "")
-    assert sorted(words) == ["None", "full", "none", "selective"], "bash sorts them itself"
-    assert run(["--completion", "csh"]) == 2
-    assert "'csh' is not a shell: expected one of bash, zsh, fish" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

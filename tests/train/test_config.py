@@ -8,8 +8,7 @@ import tomli_w
 import tpfuse.models
 from tpfuse.errors import UserError
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.train.config import PRESETS, load_preset, overlaid, parse_prepare, parse_train, read_toml, resolved
-from tpfuse.train.continuation import changes
+from tpfuse.train.config import PRESETS, load_preset, overlaid, parse_prepare, parse_train, resolved
 from tpfuse.train.options import TrainCommand
 
 
@@ -40,10 +39,9 @@ def test_resolved_options_give_the_same_run_again(tmp_path: Path) -> None:
 def test_an_option_that_is_not_set_stays_so(tmp_path: Path) -> None:
     file, resume = tmp_path / "config.toml", ["--resume", "--out", str(tmp_path)]
     document = resolved(parse_train(["--model.preset", "gpt2-124m"]))
-    for train in (document["train"], document["train"] | {"micro_batch": 0}):  # earlier versions wrote the second one
-        file.write_text(tomli_w.dumps(document | {"train": train}))
-        assert parse_train(["--config", str(file)]).train.micro_batch is None
-        assert resolved(parse_train(resume)) == document
+    file.write_text(tomli_w.dumps(document))
+    assert parse_train(["--config", str(file)]).train.micro_batch is None
+    assert resolved(parse_train(resume)) == document
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -96,44 +94,6 @@ def test_resume_takes_the_configuration_of_the_run(tmp_path: Path) -> None:
     assert parse_train(["--resume", "--out", str(tmp_path), "--train.batch", "8"]).optim.decay_steps is None
     (tmp_path / "config.toml").write_text("[train]\nsteps = 77\n[optim]\ndecay_steps = 77\n")
     assert parse_train(["--resume", "--out", str(tmp_path)]).optim.decay_steps == 77
-
-
-def test_a_run_of_an_earlier_version_keeps_its_order_and_its_defaults(tmp_path: Path) -> None:
-    """Its config.toml names no order, and has other values for options that are not given."""
-    (tmp_path / "config.toml").write_text(
-        "[train]\nsteps = 7\nmicro_batch = 0\n[optim]\ndecay_steps = 0\ndecay = 0\n"
-        "[parallel]\ncp_ulysses = 0\npp_stages_per_rank = 0\npp_layers = ''\nmeasure_seconds = -1.0\n"
-    )
-    resume = ["--resume", "--out", str(tmp_path)]
-    options, usual = parse_train([*resume, "--train.steps", "9"]), TrainCommand()
-    assert (options.data.order, options.train.micro_batch, options.optim.decay_steps) == ("random", None, 7)
-    assert (options.parallel, options.optim.decay) == (usual.parallel, None)
-    old = {"train": {"steps": 7, "micro_batch": 0}, "optim": {"decay": 0, "decay_steps": 0}}
-    assert not {"train.micro-batch", "optim.decay", "optim.decay-steps"} & set(changes(old, options))
-    assert parse_train([*resume, "--data.order", "shuffled"]).data.order == "shuffled"
-    assert parse_train([]).data.order == "shuffled"
-    (tmp_path / "config.toml").write_text("[train]\nmicro_batch = false\n")
-    with pytest.raises(UserError, match="micro_batch = False: expected int"):
-        parse_train(resume)
-
-
-@pytest.mark.parametrize(
-    ("older", "offload", "compression"),
-    [
-        ("offload = 'optimizer'\ncompression = 'powersgd'\npowersgd_rank = 2", "host", "powersgd-2"),
-        ("offload = 'nvme'\noffload_path = '/disk'\ncompression = 'bf16'\npowersgd_rank = 4", "/disk", "bf16"),
-    ],
-)
-def test_a_run_of_an_earlier_version_keeps_its_zero_options(
-    tmp_path: Path, older: str, offload: str, compression: str
-) -> None:
-    (tmp_path / "config.toml").write_text(f"[zero]\n{older}\n")
-    options = parse_train(["--resume", "--out", str(tmp_path)])
-    assert (options.zero.offload, options.zero.compression) == (offload, compression)
-    saved = {**resolved(options), "zero": read_toml(tmp_path / "config.toml")["zero"]}  # as its checkpoints have them
-    assert changes(saved, options) == {}
-    with pytest.raises(UserError, match="is not known"):
-        parse_train(["--config", str(tmp_path / "config.toml")])
 
 
 def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:

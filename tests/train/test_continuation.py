@@ -1,6 +1,5 @@
 """Changes of a run that resumes are said, or refused."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -12,7 +11,6 @@ import tomli_w
 
 from tests.support.command import Commands
 from tpfuse.checkpoint.checkpoint import Checkpoint
-from tpfuse.checkpoint.manifest import encode
 from tpfuse.errors import UserError
 from tpfuse.train.batches import Mixture
 from tpfuse.train.config import parse_train, resolved
@@ -227,20 +225,6 @@ def test_a_resume_that_is_not_what_was_saved_ends(
     error = commands.fail_to_resume("--train.steps", "13", status=3)
     assert re.search(f"step-12 was not loaded as it was saved: {said}", error)
     assert not (copied / "step-13").exists()
-
-
-def test_a_checkpoint_without_digests_resumes(copied: Path, commands: Commands) -> None:
-    commands.out = copied
-    file = copied / "step-12" / "manifest.json"
-    body = json.loads(file.read_text())
-    del body["sha256"], body["state"]["proof"]
-    for entry in body["tensors"].values():
-        del entry["digest"]
-    file.write_bytes(encode(body))
-    commands.resume("--train.steps", "13")
-    commands.printed.readouterr()
-    assert commands.run(["train", "--resume", "--out", str(copied), "--train.steps", "14"]) == 0
-    assert commands.printed.readouterr().err == "", "step 13 has digests"
 
 
 def test_losses_of_another_layout_or_batch_are_compared_as_far_as_they_can_be() -> None:

@@ -13,12 +13,10 @@ A tensor is stored as rectangles [start, stop) of its global shape, as the ranks
 rank. A loading rank reads the intersections of these with its own rectangles, so any layout loads into any other.
 """
 
-import math
 import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +100,7 @@ class Checkpoint:
         says, even if another rank has verified it before.
         """
         wanted: dict[str, list[_Wanted]] = {}
-        held = [(name, shard) for name, several in shards.items() for shard in several]
-        for name, shard in [(key, row) for key, whole in held for row in self._rows(key, whole)]:
+        for name, shard in [(name, shard) for name, several in shards.items() for shard in several]:
             check_shard(name, shard)
             for stored in self._fitting_entry(name, shard)["slices"]:
                 saved = slices_of(stored["ranges"])
@@ -117,23 +114,6 @@ class Checkpoint:
                 self._read(file, reads)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(file, "a readable safetensors file", str(error)) from error
-
-    def _rows(self, name: str, shard: Shard) -> list[Shard]:
-        """Return the shard as it was saved: biases of packed projections had two dimensions, [parts, height], before.
-
-        Such a shard becomes one shard for each row that it has elements of.
-        """
-        shape = tuple(self.manifest["tensors"].get(name, {"shape": ()})["shape"])
-        if len(shape) != 2 or shard.shape != (math.prod(shape),):
-            return [shard]
-        ((start, stop),), tensor, rows = shard.slices, shard.tensor.detach(), []
-        for row in range(shape[0]):
-            first = row * shape[1]
-            a, b = max(start, first), min(stop, first + shape[1])
-            if a < b:
-                slices = (row, row + 1), (a - first, b - first)
-                rows.append(replace(shard, shape=shape, slices=slices, tensor=tensor[a - start : b - start][None]))
-        return rows
 
     def _fitting_entry(self, name: str, shard: Shard) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(name)
@@ -162,15 +142,13 @@ class Checkpoint:
                 shard.tensor.detach()[index_within(both, shard.slices)].copy_(source[index_within(both, saved)])
 
 
-def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None) -> list[str] | None:
+def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None) -> list[str]:
     """Return the tensors that, once loaded, are not what was saved, on any rank. Collective over `group`.
 
-    None if an earlier version has saved the checkpoint, without digests. The sum of the digests of the shards of a
-    tensor that have an owner must be the manifest's, and every copy of such a shard must be equal to it.
+    The sum of the digests of the shards of a tensor that have an owner must be the manifest's, and every copy of such a
+    shard must be equal to it.
     """
     tensors = saved.manifest["tensors"]
-    if any("digest" not in tensors.get(name, {"digest": 0}) for name in shards):
-        return None
     own = {name: [(shard.is_owner, shard.slices, digest(shard)) for shard in held] for name, held in shards.items()}
     ranks = [own] if group is None else gather_objects(own, group, op="digests")
     owned: dict[str, dict[Slices, int]] = {}

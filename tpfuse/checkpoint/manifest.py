@@ -10,9 +10,6 @@
 
 The slices of a tensor are a partition of its shape: no slices overlap, and no element is missing. Slices without
 elements are left out. A rank may hold several shards of one tensor; in its file their keys are NAME, NAME#1, NAME#2, …
-
-Manifests of earlier versions have no digests. Format 1, which can still be read, had no keys: a file held at most one
-slice of a tensor, under the tensor's name.
 """
 
 import hashlib
@@ -35,13 +32,12 @@ from tpfuse.comm.layout import Slices
 from tpfuse.errors import CheckpointError as CheckpointError
 
 FORMAT = 2
-READ = (1, 2)  # the formats that can be read
 MANIFEST = "manifest.json"
 _SCHEMA = {
     "step": int,
     "files": {EACH: {"size": int, "sha256": str}},
     "tensors": {
-        EACH: {"shape": [int], "dtype": str, "slices": [{"file": str, "key": str, "ranges": [[int]]}]},
+        EACH: {"shape": [int], "dtype": str, "digest": int, "slices": [{"file": str, "key": str, "ranges": [[int]]}]},
     },
     "state": dict,
 }
@@ -228,25 +224,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(file, f"SHA-256 {stated}", digest)
     try:
         manifest: dict[str, Any] = parsed_json(raw, {"format": int})
-        if manifest["format"] not in READ:
-            raise CheckpointError(file, f"format {' or '.join(map(str, READ))}", f"format {manifest['format']}")
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(file, f"format {FORMAT}", f"format {manifest['format']}")
         if folder.name != f"step-{manifest['step']}":
             raise CheckpointError(file, f"the step of {folder.name}", f"step {manifest['step']}")
-        if manifest["format"] == 1:
-            _add_keys(manifest)
         check(manifest, _SCHEMA, "the manifest")
         _check_tables(file, manifest)
         return manifest
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         found = str(error) if isinstance(error, Unreadable) else quoted(error)
         raise CheckpointError(file, f"a manifest of format {FORMAT}", found) from error
-
-
-def _add_keys(manifest: dict[str, Any]) -> None:
-    """Convert a manifest of format 1 to format 2."""
-    for name, entry in manifest["tensors"].items():
-        for stored in entry["slices"]:
-            stored["key"] = name
 
 
 def _check_tables(file: Path, manifest: dict[str, Any]) -> None:

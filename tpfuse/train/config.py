@@ -27,13 +27,11 @@ from tpfuse.errors import UserError
 from tpfuse.nearest import nearest
 from tpfuse.train.flags import HELP, flags_of, key_of, unknown
 from tpfuse.train.option_marks import meaningless, without
-from tpfuse.train.options import FIRST, DataOptions, ModelOptions, PrepareCommand, Preset, TrainCommand
+from tpfuse.train.options import FIRST, ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.schedule import lowest
 
 T = TypeVar("T")
 PRESETS: tuple[str, ...] = get_args(Preset)
-BEFORE = TrainCommand(data=DataOptions(order="random"))
-"""The options of runs that were begun before these options could be given."""
 _SHAPE = tuple(item.name for item in fields(ModelOptions) if item.name not in ("from_", "n_positions"))
 
 
@@ -131,17 +129,6 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-_NOT_GIVEN: dict[str, int | str] = {
-    "train.micro_batch": 0, "optim.decay_steps": 0, "optim.decay": 0, "parallel.dp": 0, "parallel.cp_ulysses": 0,
-    "parallel.pp_stages_per_rank": 0, "parallel.pp_layers": "", "parallel.measure_seconds": -1,
-}  # fmt: skip
-
-
-def stored(name: str, value: Any) -> Any:
-    """Return the value of an option in the file of a run; None for what stands there for an option that is not set."""
-    return None if not isinstance(value, bool) and value == _NOT_GIVEN.get(name) else value
-
-
 def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """Return `options` with the values of a TOML table. Raise UserError for unknown keys and wrong types."""
     hints = get_type_hints(type(options))
@@ -159,8 +146,7 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
                 raise UserError(f"{where} = {quoted(value)}: expected a table")
             changes[name] = overlaid(current, value, source, f"{prefix}{key}.")
         else:
-            given = stored(f"{prefix}{name}", value)
-            changes[name] = None if given is None else _converted(given, hints[name], where)
+            changes[name] = _converted(value, hints[name], where)
     return replace(options, **changes)  # type: ignore[type-var]
 
 
@@ -191,7 +177,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
             raise UserError(
                 f"{saved} is empty: write the run's options into it; manifest.json of each checkpoint has them too"
             )
-        sources.append((str(saved), renewed(table)))
+        sources.append((str(saved), table))
     file = flag_value(arguments, "--config")
     if file is not None:
         sources.append((file, read_toml(Path(file))))
@@ -224,7 +210,6 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     before = options = overlaid(options, inherited, source)
     if resumes:
         file, table = sources.pop(0)  # the run's own
-        options = replace(options, data=replace(options.data, order=BEFORE.data.order))
         before = overlaid(options, table, file)
         options = _with_end(before)
 
@@ -250,20 +235,6 @@ def _with_value(arguments: Sequence[str], flag: str, value: str) -> list[str]:
     for word, following in zip(arguments, [*arguments[1:], "-"], strict=False):
         words += [word, value] if word == flag and following.startswith("-") else [word]
     return words
-
-
-def renewed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run, with today's values of `zero` if it was begun by an older tpfuse."""
-    if not isinstance(options.get("zero"), dict):
-        return dict(options)
-    zero = dict(options["zero"])
-    rank, folder = zero.pop("powersgd_rank", 4), zero.pop("offload_path", None)
-    for name, older in (("compression", {"powersgd": f"powersgd-{rank}"}), ("offload", {"optimizer": "host"})):
-        if zero.get(name) in older:
-            zero[name] = older[zero[name]]
-    if folder is not None:
-        zero["offload"] = folder
-    return {**options, "zero": zero}
 
 
 def _with_end(options: TrainCommand) -> TrainCommand:

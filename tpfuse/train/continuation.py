@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpfuse.errors import UserError
-from tpfuse.train.config import BEFORE, overlaid, read_toml, renewed, resolved, stored
+from tpfuse.train.config import overlaid, read_toml, resolved
 from tpfuse.train.option_marks import described as described_options
 from tpfuse.train.option_marks import marks, needs, value_of
 from tpfuse.train.options import Effect, TrainCommand
@@ -35,16 +35,15 @@ def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
 
 
 def changes(before: Options, options: TrainCommand) -> dict[str, Change]:
-    """Return the options that have changed, by name. An option that the checkpoint lacks is that of `BEFORE`.
+    """Return the options that have changed, by name. One that the checkpoint lacks had its default.
 
     before: the options in the checkpoint.
     """
-    now, default = _with_end(resolved(options)), resolved(BEFORE)
-    before = _with_end(renewed(before))
+    now, default = _with_end(resolved(options)), resolved(TrainCommand())
+    before = _with_end(before)
     found: dict[str, Change] = {}
     for place, effect in effects().items():
-        old = stored(".".join(place), _value(before, place, _value(default, place)))
-        new = stored(".".join(place), _value(now, place, _value(default, place)))
+        old, new = (_value(each, place, _value(default, place)) for each in (before, now))
         if old != new:
             found[".".join(place).replace("_", "-")] = Change(effect, old, new)
     return found
@@ -74,7 +73,7 @@ def check_start(file: Path, options: TrainCommand) -> list[str]:
     file: the run's config.toml. Raise UserError for options that only the start of a run reads, if they are not those
     of the run.
     """
-    before = overlaid(BEFORE, renewed(read_toml(file)), str(file))
+    before = overlaid(TrainCommand(), read_toml(file), str(file))
     if given := _listed(changes(resolved(before), options), Effect.REFUSED):
         raise UserError(f"--resume with {given}: only a new run reads this: leave it out, or choose another --out")
     lost = [

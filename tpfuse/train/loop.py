@@ -173,19 +173,12 @@ class TrainingLoop:
         trainer, state = self.trainer, saved.state
         tensors = checkpoint.differing(saved, trainer.shards(), trainer.world_group)
         trainer.optimizer.release()
-        proof = state.get("proof")
-        if tensors is None or proof is None:
-            if self.first:
-                warn(
-                    f"{saved.folder} was saved by an earlier version, without digests: what was loaded is not compared"
-                )
-            return
         more = f", and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         differs = f"{', '.join(tensors[:3])}{more} differ from what was saved" if tensors else ""
         if not tensors:
             loss = trainer.evaluate(self.windows, 1, trainer.step)
             layers = self.run.config.n_layer
-            differs = check_loss(proof, self._proof(loss), self.options, state["config"], layers)
+            differs = check_loss(state["proof"], self._proof(loss), self.options, state["config"], layers)
         differs = next((found for found in agree(trainer.world_group, lambda: differs) if found), "")
         if differs:
             raise RunError(f"{saved.folder} was not loaded as it was saved: {differs}", CheckpointError.status)

@@ -154,11 +154,10 @@ class Reporter:
         kept = [row for row in rows if row["step"] <= start] if start else []
         replace_file(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         now = time.time()
-        # Rows of earlier versions have no times.
-        self._began = min((row["time"] - row["wall_seconds"] for row in rows if "wall_seconds" in row), default=now)
-        self._trained = next((row["goodput"] * row["wall_seconds"] for row in kept[::-1] if "goodput" in row), 0.0)
+        self._began = min((row["time"] - row["wall_seconds"] for row in rows), default=now)
+        self._trained = next((row["goodput"] * row["wall_seconds"] for row in kept[::-1]), 0.0)
         if rows and rows[-1]["step"] > start:
-            since = next((row["time"] for row in kept[::-1] if "time" in row), self._began)
+            since = next((row["time"] for row in kept[::-1]), self._began)
             say(f"lost     steps {start + 1} to {rows[-1]['step']} and {now - since:.0f} s since step {start}")
         # The file is unbuffered: a row that a full disk refuses is lost, and not written when the file is closed.
         self._file = self.path.open("ab", buffering=0)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from tpfuse.checkpoint.checkpoint import Checkpoint, newest_good
 from tpfuse.errors import UserError
-from tpfuse.train.config import BEFORE
 from tpfuse.train.continuation import check_schedule
 from tpfuse.train.data import RunData
 from tpfuse.train.initial_weights import differences
@@ -34,11 +33,11 @@ def resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data:
     wide = {name: "float32" if name in half else name for name in (state["dtype"], options.train.dtype)}
     if wide[state["dtype"]] != wide[options.train.dtype]:
         raise UserError(f"--resume with --train.dtype {options.train.dtype}: the run was trained in {state['dtype']}")
-    before = state["config"]["optim"].get("name", BEFORE.optim.name)
+    before = state["config"]["optim"]["name"]
     if options.optim.name != before:
         way = "go on with it, or begin a run with its weights by --init-from"
         raise UserError(f"--resume with --optim.name {options.optim.name}: the run was trained by {before}: {way}")
-    kept, asked = state["config"]["optim"].get("state_dtype", "float32"), options.optim.state_dtype
+    kept, asked = state["config"]["optim"]["state_dtype"], options.optim.state_dtype
     if kept != asked:
         raise UserError(f"--resume with --optim.state-dtype {asked}: the run has moments in {kept}, which stay so")
     check_schedule(state, options)

@@ -19,7 +19,8 @@ _SCHEMA = {
     "dtype": str,
     "model": dict,
     "data": {"sha256": str, "tokens": int},
-    "config": {"train": {"steps": int}, "optim": dict},
+    "config": {"train": {"steps": int}, "optim": {"name": str, "state_dtype": str}},
+    "proof": dict,
 }
 
 

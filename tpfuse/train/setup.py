@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tpfuse.errors import UserError
 from tpfuse.train.check_options import check_kernels, check_options
-from tpfuse.train.config import stored
 from tpfuse.train.continuation import check_start, described
 from tpfuse.train.corpus import characters, find_text
 from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data
@@ -69,7 +68,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     if checkpoint is None:
         return PreparedRun(folder, options, config, data, None, weights, tuple(dropped))
     changes = (*dropped, *described(checkpoint.state["config"], options))
-    before = stored("train.micro_batch", checkpoint.state["config"]["train"].get("micro_batch"))
+    before = checkpoint.state["config"]["train"].get("micro_batch")
     return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes, before)
 
 
