@@ -11,7 +11,7 @@ import pytest
 from tests.support.command import Commands
 
 STACK = """Thread 0x01 (most recent call first):
-  File "watchdog.py", line 3 in look
+  File "watchdog.py", line 3 in check
 
 Current thread 0x02 [python] (most recent call first):
   File "loader.py", line 7 in read

@@ -221,10 +221,10 @@ class ControlBlock:
         rank = min(range(self.world), key=lambda r: self.states[r].begun)
         return rank if self.states[rank].begun < self.local.begun else None
 
-    def look(self, peer: int | None) -> None:
+    def note_wait(self, peer: int | None) -> None:
         """Say that this rank waits, at this moment, for `peer`; None: for the slowest rank, if there is one."""
         awaited = self.slowest() if peer is None else peer
-        waits.look(None if awaited is None else self.ranks[awaited])
+        waits.note_wait(None if awaited is None else self.ranks[awaited])
 
     def last_of_chain(self, rank: int) -> int | None:
         """Return the rank for which `rank` waits directly or through others, by its number in the world.
@@ -319,7 +319,7 @@ class ControlBlock:
                     if backoff.rest(state.addresses[field : field + 1], seen):
                         if heed_abort and not self.aborted:
                             self.compare()
-                        waits.look(self.ranks[rank])
+                        waits.note_wait(self.ranks[rank])
                         left = next((r for r in range(self.world) if self._left_early(r, field, value)), None)
                         if backoff.waited > self.timeout or left is not None:
                             missing = rank if left is None else left

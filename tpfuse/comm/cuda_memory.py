@@ -253,7 +253,7 @@ class CudaMemory(HostCoordinatedMemory):
 
     def reset(self) -> None:
         if self.control.aborted:
-            self._on_streams.look()  # This tells the kernels that still wait.
+            self._on_streams.check()  # This tells the kernels that still wait.
         self._calls.synchronize()
         self._on_streams.forget()
         self._last = self._captured = None

@@ -60,7 +60,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._waited, self._looked = 0.0, time.monotonic()
 
-    def look(self) -> float:
+    def seconds(self) -> float:
         """Return the seconds so far."""
         now = time.monotonic()
         self._waited, self._looked = self._waited + min(now - self._looked, _LONGEST_LOOK), now
@@ -87,5 +87,5 @@ class Backoff:
         else:  # The call returns at once if the lower half of the (little-endian) word is no longer what was read.
             seen_low = ctypes.c_uint32(seen & 0xFFFFFFFF)
             _libc.syscall(_FUTEX, ctypes.c_void_p(int(address[0])), _WAIT, seen_low, ctypes.byref(_TIMEOUT), None, 0)
-        self.waited = self._stopwatch.look()
+        self.waited = self._stopwatch.seconds()
         return True

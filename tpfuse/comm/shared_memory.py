@@ -115,7 +115,7 @@ class SharedMemory(HostCoordinatedMemory):
             late = False
             if not aborted and backoff.rest(address, seen):
                 self.control.compare()  # A rank in another operation may never signal.
-                self.control.look(peer)
+                self.control.note_wait(peer)
                 late = backoff.waited > self.timeout or self.control.has_left(peer)
             # The peer may have written the word before it left, so the word is read after the check that it has left.
             if aborted or (late and wrapped(int(view[0]) - value) < 0):

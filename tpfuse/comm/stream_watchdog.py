@@ -19,7 +19,7 @@ from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.cuda_calls import Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.futex import Stopwatch
-from tpfuse.comm.watchdog import is_late, look_often, write_flight_record
+from tpfuse.comm.watchdog import check_often, is_late, write_flight_record
 
 LEAST_PATIENCE = 10.0  # the least seconds between the alarm and the end of the process
 
@@ -54,7 +54,7 @@ class StreamWatchdog:
         self._alarmed = False
         self._lock = threading.Lock()
         self._awake = threading.Event()
-        look_often(self, self._awake, enter)
+        check_often(self, self._awake, enter)
 
     def add(self, operation: Pending) -> None:
         """Watch one more operation."""
@@ -62,7 +62,7 @@ class StreamWatchdog:
             self._pending.append(operation)
             self._awake.set()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Drop the operations that have ended. End all waits if the oldest one is late or a rank has left.
 
         End the process if the oldest one still goes on long after that.
@@ -81,9 +81,9 @@ class StreamWatchdog:
         if oldest.running is None and oldest.begun.query():
             oldest.running = Stopwatch()
         self._control.stop_if_others_differ()
-        waited = 0.0 if oldest.running is None else oldest.running.look()
+        waited = 0.0 if oldest.running is None else oldest.running.seconds()
         if oldest.running is not None:
-            self._control.look(oldest.peer)
+            self._control.note_wait(oldest.peer)
         if self._control.aborted or is_late(self._control, oldest.peer, waited, oldest.patience):
             self._failure = self._control.fail(oldest.op, oldest.peer, waited)
             write_flight_record(self._control, self._failure)
@@ -93,7 +93,7 @@ class StreamWatchdog:
     def _check_stuck(self, oldest: Pending) -> None:
         if oldest.stuck is None and oldest.begun.query():
             oldest.stuck = Stopwatch()
-        if oldest.stuck is not None and oldest.stuck.look() > max(self._control.timeout, LEAST_PATIENCE):
+        if oldest.stuck is not None and oldest.stuck.seconds() > max(self._control.timeout, LEAST_PATIENCE):
             end_process(f"rank {self._control.ranks[self._control.rank]}: {oldest.op} does not heed the alarm")
 
     def failure(self) -> PeerTimeout | Disagreement | None:

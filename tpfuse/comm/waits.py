@@ -32,7 +32,7 @@ def register(block: Any) -> None:
     _blocks = [*(reference for reference in _blocks if reference() is not None), weakref.ref(block)]
 
 
-def look(rank: int | None) -> None:
+def note_wait(rank: int | None) -> None:
     """Write that this process waits, at this moment, for a rank of the world. None: for no rank in particular."""
     _write(rank, time.time_ns())
 

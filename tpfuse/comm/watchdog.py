@@ -28,7 +28,7 @@ class Watchdog:
         self._watched: tuple[str, int | None, Stopwatch] | None = None
         self._lock = threading.Lock()
         self._begun = threading.Event()
-        look_often(self, self._begun)
+        check_often(self, self._begun)
 
     def watch(self, op: str, peer: int | None = None) -> None:
         """Watch the operation `op` from now on. peer: the only rank that it waits for, if there is one."""
@@ -41,14 +41,14 @@ class Watchdog:
         with self._lock:
             self._watched = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Tell every rank to stop waiting if the operation is late or a peer has left."""
         with self._lock:
             if self._watched is not None:
                 self._control.stop_if_others_differ()
                 op, peer, stopwatch = self._watched
-                waited = stopwatch.look()
-                self._control.look(peer)
+                waited = stopwatch.seconds()
+                self._control.note_wait(peer)
                 if is_late(self._control, peer, waited):
                     self._control.fail(op, peer, waited)
 
@@ -63,8 +63,8 @@ def is_late(control: ControlBlock, peer: int | None, waited: float, patience: fl
     return peer is not None and waited > _GRACE and control.has_left(peer)
 
 
-def look_often(watchdog: Any, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
-    """Start a thread that calls `watchdog.look()` a few times a second while `awake` is set.
+def check_often(watchdog: Any, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
+    """Start a thread that calls `watchdog.check()` a few times a second while `awake` is set.
 
     The thread ends when the watchdog is no longer referenced. enter: the thread calls it first.
     """
@@ -77,7 +77,7 @@ def look_often(watchdog: Any, awake: threading.Event, enter: Callable[[], None] 
             watching = reference()
             if watching is None:
                 return
-            watching.look()
+            watching.check()
             del watching
             time.sleep(INTERVAL)
 

@@ -35,7 +35,7 @@ from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.local_parameter import Borrowed, local
 from tpfuse.layers.on_mesh import OnMesh
-from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.sequence import gather_features, packed_bias, sequence_back, sequence_first
@@ -352,7 +352,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
         group, dim = self.group, self.input_dim
         features = dim is not None and dim % x.ndim == x.ndim - 1
         if dim is not None and group is not None:
-            look(self, x, "features" if features else "sequence")
+            mark_partial_gradients(self, x, "features" if features else "sequence")
         if features:
             x, dim = x if isinstance(x, DTensor) else gather_last(x, group), None
         length = x.shape[dim] if isinstance(x, DTensor) and dim is not None else None
@@ -397,7 +397,7 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
         group, ranks = self.group, rank_and_size(self.group)[1]
         sharded = self.input_is_parallel or isinstance(x, DTensor)
         if sharded and group is not None:
-            look(self, x, "features")
+            mark_partial_gradients(self, x, "features")
         x, _ = as_local(x, -1, self.device_mesh)
         width = self.in_features // ranks if sharded else self.in_features
         if x.shape[-1] != width:

@@ -57,7 +57,7 @@ from tpfuse.drop_in.converted import (
     stand_in,
 )
 from tpfuse.layers.on_mesh import check_embedding, check_parameters
-from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
@@ -586,7 +586,7 @@ class PreparedInput:
     def _prepared(self, module: nn.Module, x: Tensor, length: int | None) -> Tensor:
         group = self.mesh.get_group() if self.mesh.size() > 1 else None
         if self.held is not None and group is not None:
-            look(module, x, "sequence")
+            mark_partial_gradients(module, x, "sequence")
         if isinstance(x, DTensor) and self.held is not None:
             length = x.shape[self.held] if length is None else length
         elif self.held is not None and length is not None:

@@ -16,7 +16,7 @@ from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, reset_linear_, take_
-from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import (
     check_sequence_dim,
     gather_features,
@@ -141,7 +141,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         if self.parts > 1 and bias is not None:
             bias = packed_bias(bias, self.parts, group, group if self.sum_gradients else None)
         if self.sequence_parallel:
-            look(self, x, "sequence")
+            mark_partial_gradients(self, x, "sequence")
             x = sequence_first(x, self.sequence_dim)
             out = all_gather_linear(x, weight, bias, group, activation=self.activation)
             out = sequence_back(out, self.sequence_dim)

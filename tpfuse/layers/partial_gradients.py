@@ -30,7 +30,7 @@ _SUMMING = (
 )
 
 
-def look(layer: nn.Module, x: Tensor | None, part: Part) -> None:
+def mark_partial_gradients(layer: nn.Module, x: Tensor | None, part: Part) -> None:
     """Mark the parameters on which `x`, the shard of `part` that a layer gets, depends. Only the first call looks.
 
     Without a graph, of a DTensor, and while torch.compile traces, there is nothing to look at.

@@ -16,7 +16,7 @@ from tpfuse.comm.layout import has_values
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, reset_linear_, take_
-from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import check_sequence_dim, sequence_back, sequence_first, splits
 from tpfuse.ops.collectives import split_last
 from tpfuse.ops.gemm import gemm
@@ -105,11 +105,11 @@ class RowParallelLinear(OnMesh, nn.Linear):
         if group is None:
             return gemm(x, weight, bias, residual=residual)
         if self.input_is_parallel:
-            look(self, x, "features")
+            mark_partial_gradients(self, x, "features")
         else:
             x = split_last(x, group)
         if self.sequence_parallel:
-            look(self, residual, "sequence")
+            mark_partial_gradients(self, residual, "sequence")
             if residual is not None and residual.ndim == x.ndim:  # the operator refuses another
                 residual = sequence_first(residual, self.sequence_dim)
             x = sequence_first(x, self.sequence_dim)

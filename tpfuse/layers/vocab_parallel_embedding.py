@@ -11,7 +11,7 @@ from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
-from tpfuse.layers.partial_gradients import look
+from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import check_sequence_dim, gather_features, sequence_back, sequence_first
 from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.embedding import embedding
@@ -142,7 +142,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
     def _look(self, x: Tensor) -> None:
         if self.group is not None:
-            look(self, x, "sequence")
+            mark_partial_gradients(self, x, "sequence")
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
