@@ -1,6 +1,6 @@
 """Options of `tpfuse train` that exclude each other: one table, which is the check and a part of docs/training.md."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpfuse.errors import UserError
 from tpfuse.train.options import TrainCommand
@@ -70,5 +70,5 @@ def _given(options: TrainCommand, option: str) -> str:
     return "" if not found else flag if value == "yes" else f"{flag} {value}"
 
 
-def _value(section: object, name: str) -> object:
+def _value(section: object, name: str) -> Any:
     return getattr(section, f"{name}_" if name == "from" else name)
