@@ -9,10 +9,10 @@ their slots, by ordinary stores, since a signal orders those. To write rows of 1
 among its threads through its own slots of shared memory. Of this rank's tiles it adds the partial sums of the other
 ranks, under the products of the other group.
 
-One more warp, the messenger, alone knows of signals, and records in a trace. These mbarriers are added; each has one
-phase. What a thread has stored before it arrives, it may have stored for a peer: the messenger's release is of the
-system's scope and comes after its wait, and so covers the groups' stores, as its acquire covers their loads (PTX ISA
-8.7, "Causality order": synchronisation is transitive).
+One more warp, the messenger, gives and awaits all signals, and records the trace. Two kinds of mbarriers are added;
+each has one phase. The messenger's release has the system's scope and comes after its wait at `stored`: it covers what
+the groups have stored for a peer. Its acquire precedes its arrival at `parts`: it covers what the groups then load (PTX
+ISA 8.7, "Causality order": synchronisation is transitive).
 
 | mbarrier     | arrives                                                     | waits                                   |
 |--------------|-------------------------------------------------------------|-----------------------------------------|
