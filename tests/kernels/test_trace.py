@@ -411,8 +411,8 @@ KERNELS = {
     "all_reduce_one_shot_kernel", "all_reduce_two_shot_kernel", "gemm_reduce_scatter_forward_kernel",
     "await_part_kernel", "send_message_kernel", "sum_parts_kernel", "all_gather_gemm_forward_kernel",
     "open_copies_kernel", "close_copies_kernel", "ring_attention_forward_kernel", "ring_attention_dq_kernel",
-    "shard_sum_kernel",
-    "sharded_adamw_kernel",
+    "shard_sum_kernel", "sharded_adamw_kernel", "all_gather_gemm_ping_pong_kernel",
+    "gemm_reduce_scatter_ping_pong_kernel",
 }  # fmt: skip
 
 
