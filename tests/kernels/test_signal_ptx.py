@@ -254,6 +254,8 @@ def test_every_kernel_is_here_and_signals(programs: list[Program]) -> None:
         kinds = ({"release", "exch"}, {"acquire"}, {"acq_rel", "add"}, {"relaxed"})
         counts = tuple(sum(kind <= parts for parts in atomics) for kind in kinds)
         expected = SIGNALS[variant(name)]
+        if "WORLD=2" in name.split() and variant(name) == "gemm_reduce_scatter_forward_kernel":
+            expected = (expected[0] - 1, *expected[1:])  # with one other owner no turn of its loop signals
         if traced(name):  # the compiler copies the first turn of some loops that wait
             expected = (expected[0], max(expected[1], counts[1]), expected[2], max(expected[3], counts[3]))
         assert counts == expected, name
