@@ -184,6 +184,7 @@ def _channels(file: str, leaves: str) -> list[tuple[int, set[str]]]:
             held.append(_held(memory))
             if leaves == "by an error":
                 assert isinstance(memory, SharedMemory)
+                dist.barrier(group)  # the other rank has measured too, and waits from now on
                 memory.control.timeout = 0.3
                 if group.rank() == 1:
                     raise InterruptedError
