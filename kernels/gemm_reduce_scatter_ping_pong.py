@@ -100,23 +100,15 @@ def _exchange(
 
 
 @gluon.jit
-def _push(values, exchanged, part_ptr, offsets, mask, line: gl.constexpr):
-    """Store a square in an owner's slot, rounded, in rows of 128 bytes."""
-    exchanged.store(values.to(exchanged.dtype))
-    gl.store(part_ptr + offsets, exchanged.load(line), mask=mask)
-
-
-@gluon.jit
 def _partial_sums(own, part_ptrs, source: gl.constexpr, rank, mask):
     """Return a rank's partial sums of a square, those of this rank from `own`: its part of the half is not read."""
     part = gl.load(part_ptrs, mask=mask & (source != rank), other=0.0)
-    return gl.where(source == rank, own, part.to(gl.float32))
+    return gl.where(source == rank, own, part).to(gl.float32)
 
 
 @gluon.jit
 def _sum(
-    values,
-    exchanged,
+    own,
     half_ptr,
     bias_ptr,
     residual_ptr,
@@ -131,11 +123,8 @@ def _sum(
     stride_rm,
     stride_rn,
     WORLD: gl.constexpr,
-    line: gl.constexpr,
 ):
-    """Add the partial sums of a square, rank 0 first, then bias and residual, and store it. values: this rank's."""
-    exchanged.store(values.to(exchanged.dtype))
-    own = exchanged.load(line).to(gl.float32)
+    """Add the partial sums of a square, rank 0 first, then bias and residual, and store it. own: this rank's."""
     offsets = row * N + column
     total = _partial_sums(own, half_ptr + offsets, 0, rank, mask)
     for source in gl.static_range(1, WORLD):
@@ -145,7 +134,7 @@ def _sum(
     if residual_ptr is not None:
         place = row.to(gl.int64) * stride_rm + column.to(gl.int64) * stride_rn
         total += gl.load(residual_ptr + place, mask=mask, other=0.0).to(gl.float32)
-    gl.store(out_ptr + offsets, total.to(exchanged.dtype), mask=mask)
+    gl.store(out_ptr + offsets, total.to(own.dtype), mask=mask)
 
 
 @gluon.jit
@@ -208,16 +197,20 @@ def _run_group(
                 mbarrier.wait(parts.index(0), 0)
                 adds = gl.max(complete.load(word_layout), 0) != 0
             for piece in gl.static_range(2 * PARTS):
+                # As many squares as there are slots leave the registers first: the sums need these.
+                if piece % SLOTS == 0:
+                    for ahead in gl.static_range(SLOTS if piece == 0 else 2 * PARTS - SLOTS):
+                        slots.index(ahead).store(squares[piece + ahead].to(dtype))
+                own = slots.index(piece % SLOTS).load(line)
                 row = pid_m * (PARTS * SIDE) + piece % PARTS * SIDE + gl.arange(0, SIDE, gl.SliceLayout(1, line))
                 column = pid_n * (2 * SIDE) + piece // PARTS * SIDE + gl.arange(0, SIDE, gl.SliceLayout(0, line))
                 mask = (row < chunk)[:, None] & (column < N)[None, :]
-                exchanged = slots.index(piece % SLOTS)
                 if owner != rank:
-                    _push(squares[piece], exchanged, part_ptr, row[:, None] * N + column[None, :], mask, line)
+                    gl.store(part_ptr + row[:, None] * N + column[None, :], own, mask=mask)
                 elif adds:
                     _sum(
-                        squares[piece], exchanged, half_ptr, bias_ptr, residual_ptr, out_ptr, row[:, None],
-                        column[None, :], mask, chunk, N, rank, stride_bias, stride_rm, stride_rn, WORLD, line,
+                        own, half_ptr, bias_ptr, residual_ptr, out_ptr, row[:, None], column[None, :], mask, chunk, N,
+                        rank, stride_bias, stride_rm, stride_rn, WORLD,
                     )  # fmt: skip
             tile += 2
         mbarrier.arrive(stored.index(step - 1))
