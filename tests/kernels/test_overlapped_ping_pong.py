@@ -77,7 +77,8 @@ def test_chunks_and_warps_may_come_in_any_order() -> None:
 THREE, ODD = ("gather", 3, *SMALL[2:]), ("gather", 2, 64, 328, *SMALL[4:7])  # three tiles of a chunk for two programs
 SUM_SMALL, SUM_THREE = ("scatter", 2, 64, 72, 72, "bfloat16", "one"), ("scatter", 3, 64, 328, 72, "bfloat16")
 WAIT = "wait_signal(ready_ptr + peer, epoch, abort_ptr, None, trace_ptr, peer)"
-LOOP, END = "    for step in range(1, WORLD):\n", "    if here:\n        advance(state_ptr, epoch)\n"
+LOOP = "    for step in range(1, WORLD):\n        peer = (rank + step) % WORLD\n"
+END = "    if here:\n        advance(state_ptr, epoch)\n"
 EARLY = "        if step == WORLD - 1:\n            advance(state_ptr, epoch)\n"
 LOAD = "        first, stage, parity = load_tiles(gathered"
 SIGNAL = "signal(peer_pointer(flags_ptr, owner, gl.int32) + word + rank, epoch)"
@@ -98,7 +99,12 @@ FAULTS: dict[str, tuple[dict[str, str], str, Work, str]] = {
         THREE,
         RACE,
     ),
-    "a word's epoch is not compared": ({"peer, epoch,": "peer, epoch - 1,"}, "values", SMALL, RACE),
+    "a word's epoch is not compared": (
+        {"ready_ptr + peer, epoch,": "ready_ptr + peer, epoch - 1,"},
+        "values",
+        SMALL,
+        RACE,
+    ),
     "there is no proxy fence": ({"        _fence_for_tma()\n": ""}, "values", SMALL, RACE),
     "the fence is for shared memory": ({"async.global;": "async.shared::cta;"}, "values", SMALL, RACE),
     "the epoch ends before the last chunk": ({LOOP: LOOP + EARLY, END: ""}, "late", SMALL, OVER),
