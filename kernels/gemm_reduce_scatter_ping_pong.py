@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tpfuse.kernels.endpoint import Endpoint, slot
@@ -253,6 +254,7 @@ def gemm_reduce_scatter_ping_pong_kernel(
     x_ring, weight_ring, full, empty, turn, slots_0, slots_1 = ring(dtype, K_ADJACENT, STAGES)
     stored, parts = mbarriers(WORLD, 2), mbarriers(1)
     complete = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    hopper.fence_async_shared()  # as in `run_warps`: Triton 3.6 builds descriptors in the memory of the rings
     zero: gl.constexpr = 0
     one: gl.constexpr = 1
     gl.warp_specialize(

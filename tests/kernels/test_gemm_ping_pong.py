@@ -98,8 +98,8 @@ FAULTS: dict[str, tuple[str, str, int, Work]] = {
     "the residual is fetched into a slot that is read": ("tma.store_wait(SENT)", "pass", 0, RESIDUAL),
     "no bytes of the residual are expected": ("mbarrier.expect(there, SQUARE_BYTES)", "pass", 0, RESIDUAL),
     "bytes of another square are expected": (
-        "mbarrier.expect(there, _SQ",
-        "mbarrier.expect(there, 2 * _SQ",
+        "mbarrier.expect(there, SQ",
+        "mbarrier.expect(there, 2 * SQ",
         0,
         RESIDUAL,
     ),
