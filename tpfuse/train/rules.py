@@ -6,6 +6,7 @@ from tpfuse.errors import UserError
 from tpfuse.train.options import TrainCommand
 
 GRAPH = "--train.cuda-graph"
+_USUAL = TrainCommand()
 
 
 class Rule(NamedTuple):
@@ -49,8 +50,7 @@ RULES = (
 def check_rules(options: TrainCommand) -> None:
     """Raise UserError for the first rule both of whose options were given."""
     for rule in RULES:
-        first, second = _given(options, rule.option), _given(options, rule.other)
-        if first and second:
+        if (first := _given(options, rule.option)) and (second := _given(options, rule.other)):
             raise UserError(f"{first} is not for {second}, {rule.reason}: leave one of them out")
 
 
@@ -63,7 +63,7 @@ def _given(options: TrainCommand, option: str) -> str:
     """Return the option as it was given, if it has one of the values that a rule means, and else ""."""
     flag, *meant = option.split()
     section, name = flag.removeprefix("--").replace("-", "_").split(".")
-    value, usual = (_value(getattr(each, section), name) for each in (options, TrainCommand()))
+    value, usual = (_value(getattr(each, section), name) for each in (options, _USUAL))
     if not meant:
         return flag if value != usual else ""
     found = any(value >= int(word[:-1]) if word.endswith("+") else value == word for word in meant)
