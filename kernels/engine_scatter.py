@@ -52,6 +52,7 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_ready
 from tpfuse.kernels.gemm_reduce_scatter import sum_tile
 from tpfuse.kernels.launch import Launch, cdiv, planned
+from tpfuse.kernels.product_calls import term_strides
 from tpfuse.kernels.signals import advance, begin, wait_signal
 from tpfuse.kernels.trace import COMPUTING, now, record
 
@@ -185,9 +186,7 @@ def _summing(
         "rows": rows,
         "N": n,
         "chunk": chunk,
-        "stride_bias": bias.stride(0) if bias is not None else 0,
-        "stride_rm": residual.stride(0) if residual is not None else 0,
-        "stride_rn": residual.stride(1) if residual is not None else 0,
+        **term_strides(bias, residual),
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         **{name: x for name, x in endpoint.arguments().items() if name not in ("flags_ptr", "slot_bytes")},

@@ -26,7 +26,7 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
 from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, store_result, store_tile, tile_options
 from tpfuse.kernels.launch import Launch, cdiv, multiprocessors, planned
-from tpfuse.kernels.product_calls import check_product
+from tpfuse.kernels.product_calls import check_product, term_strides
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -177,9 +177,7 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
         "stride_xk": x.stride(1),
         "stride_wn": weight.stride(0),
         "stride_wk": weight.stride(1),
-        "stride_bias": bias.stride(0) if bias is not None else 0,
-        "stride_rm": residual.stride(0) if residual is not None else 0,
-        "stride_rn": residual.stride(1) if residual is not None else 0,
+        **term_strides(bias, residual),
         "ACTIVATION": activation or "none",
         **options,
     }

@@ -51,7 +51,7 @@ from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
-from tpfuse.kernels.product_calls import ScatterPlan, check_scatter, own_rows
+from tpfuse.kernels.product_calls import ScatterPlan, check_scatter, own_rows, term_strides
 from tpfuse.kernels.signals import advance, begin, peer_pointer, signal, wait_signal
 from tpfuse.kernels.tiles import dot, first_tile, grouped_tile, rounded
 from tpfuse.kernels.trace import COMPUTING, now, record
@@ -341,9 +341,7 @@ def _plan(
         "stride_xk": x.stride(1),
         "stride_wn": weight.stride(0),
         "stride_wk": weight.stride(1),
-        "stride_bias": bias.stride(0) if bias is not None else 0,
-        "stride_rm": residual.stride(0) if residual is not None else 0,
-        "stride_rn": residual.stride(1) if residual is not None else 0,
+        **term_strides(bias, residual),
         "K_ADJACENT": k_adjacent,
         **blocks,
         **endpoint.arguments(),

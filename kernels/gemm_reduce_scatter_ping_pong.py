@@ -44,7 +44,6 @@ from tpfuse.kernels.ping_pong import (
     PARTS,
     SIDE,
     SLOTS,
-    halves,
     load_tiles,
     matrix,
     mbarriers,
@@ -54,7 +53,7 @@ from tpfuse.kernels.ping_pong import (
     ring,
     weight_matrix,
 )
-from tpfuse.kernels.product_calls import ScatterPlan, check_scatter
+from tpfuse.kernels.product_calls import ScatterPlan, check_scatter, term_strides
 from tpfuse.kernels.signals import advance, begin, peer_pointer, signal, wait_signal
 from tpfuse.kernels.tiles import first_tile, grouped_tile
 from tpfuse.kernels.trace import COMPUTING, now, record
@@ -170,8 +169,6 @@ def _run_group(
     WORLD: gl.constexpr,
 ):
     """Multiply every second tile of the program, and push its squares to their owner or add partial sums to them."""
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * SIDE, 16])
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
     line: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes of a row are a thread's
     word_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = slots.dtype
@@ -186,13 +183,7 @@ def _run_group(
         tile = before + (before + me) % 2  # group 0 has the even ones
         for index in range(first + (before + me) % 2 * programs, tiles, 2 * programs):
             pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
-            top, middle, bottom = multiply(
-                me, tile, gl.cdiv(K, SIDE), x_ring, weight_ring, full, empty, turn, K_ADJACENT, STAGES, whole
-            )
-            top_left, top_right = halves(top, half)
-            middle_left, middle_right = halves(middle, half)
-            bottom_left, bottom_right = halves(bottom, half)
-            squares = (top_left, middle_left, bottom_left, top_right, middle_right, bottom_right)
+            squares = multiply(me, tile, gl.cdiv(K, SIDE), x_ring, weight_ring, full, empty, turn, K_ADJACENT, STAGES)
             adds = False
             if owner == rank:
                 mbarrier.wait(parts.index(0), 0)
@@ -315,12 +306,7 @@ def _plan(x: Tensor, weight: Tensor, endpoint: Endpoint, bias: Tensor | None, re
     grid = endpoint.grid(operator, m * n * x.element_size(), tiles)
     arguments: dict[str, Any] = product_arguments(x, weight, n, None) | endpoint.arguments()
     del arguments["M"], arguments["ACTIVATION"]
-    arguments |= {
-        "chunk": chunk,
-        "stride_bias": bias.stride(0) if bias is not None else 0,
-        "stride_rm": residual.stride(0) if residual is not None else 0,
-        "stride_rn": residual.stride(1) if residual is not None else 0,
-    }
+    arguments |= {"chunk": chunk} | term_strides(bias, residual)
     product = Launch(gemm_reduce_scatter_ping_pong_kernel, grid, arguments, num_warps=4, num_stages=1)
     return ScatterPlan(chunk, n, product, None)
 

@@ -49,6 +49,8 @@ SIDE = gl.constexpr(64)  # rows and columns of a square
 PARTS = gl.constexpr(3)  # sums of a tile
 SLOTS = gl.constexpr(4)  # of a group
 SQUARE_BYTES = gl.constexpr(64 * 64 * 2)
+_WHOLE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))  # of a sum
+HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))  # of a square
 _OUTSIDE = gl.constexpr(1 << 30)  # a row that no matrix has
 _STAGES = 4  # with the slots they take 229 of 232 thousand bytes of shared memory
 _GROUP_M = 8
@@ -135,15 +137,14 @@ def multiply(
     turn,
     K_ADJACENT: gl.constexpr,
     STAGES: gl.constexpr,
-    layout: gl.constexpr,
 ):
-    """Return the three sums [64, 128] of a tile, when it is this group's turn."""
+    """Return the six squares of a tile, column by column, when it is this group's turn."""
     mbarrier.wait(turn.index(me), (tile // 2 & 1) ^ (1 - me))  # group 0 begins
     stage = tile * steps % STAGES
     parity = tile * steps // STAGES & 1
-    top = gl.zeros((SIDE, 2 * SIDE), gl.float32, layout)
-    middle = gl.zeros((SIDE, 2 * SIDE), gl.float32, layout)
-    bottom = gl.zeros((SIDE, 2 * SIDE), gl.float32, layout)
+    top = gl.zeros((SIDE, 2 * SIDE), gl.float32, _WHOLE)
+    middle = gl.zeros((SIDE, 2 * SIDE), gl.float32, _WHOLE)
+    bottom = gl.zeros((SIDE, 2 * SIDE), gl.float32, _WHOLE)
     for k in range(steps):
         mbarrier.wait(full.index(stage), parity)
         x = stage * PARTS
@@ -162,14 +163,17 @@ def multiply(
         stage, parity = _following(stage, parity, STAGES)
     top, middle, bottom = hopper.warpgroup_mma_wait(0, deps=[top, middle, bottom])
     mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
-    return top, middle, bottom
+    top_left, top_right = _halves(top)
+    middle_left, middle_right = _halves(middle)
+    bottom_left, bottom_right = _halves(bottom)
+    return top_left, middle_left, bottom_left, top_right, middle_right, bottom_right
 
 
 @gluon.jit
-def halves(sums, layout: gl.constexpr):
+def _halves(sums):
     """Return the left and the right half of [64, 128]. The same threads have them: no data moves."""
     left, right = gl.split(gl.permute(gl.reshape(sums, (SIDE, 2, SIDE)), (0, 2, 1)))
-    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+    return gl.convert_layout(left, HALF), gl.convert_layout(right, HALF)
 
 
 @gluon.jit

@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tpfuse.kernels.activations import activate, activation_gradient
 from tpfuse.kernels.ping_pong import (
+    HALF,
     PARTS,
     SIDE,
     SLOTS,
     SQUARE_BYTES,
-    halves,
     load,
     matrix,
     mbarriers,
@@ -41,8 +41,8 @@ _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
-def _bias(bias_ptr, first, N, layout: gl.constexpr):
-    columns = first + gl.arange(0, SIDE, layout=gl.SliceLayout(0, layout))
+def _bias(bias_ptr, first, N):
+    columns = first + gl.arange(0, SIDE, layout=gl.SliceLayout(0, HALF))
     return gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
 
 
@@ -90,7 +90,6 @@ def _finish(
     BESIDE: gl.constexpr,
     GATED: gl.constexpr,
     WORLD: gl.constexpr,
-    layout: gl.constexpr,
 ):
     """Store a piece: its pre-activation where it is kept, then its result."""
     AHEAD: gl.constexpr = SLOTS // SENT  # pieces whose results have slots at the same time
@@ -110,7 +109,7 @@ def _finish(
     else:
         PHASES: gl.constexpr = (PIECES - piece % AHEAD + AHEAD - 1) // AHEAD  # of this mbarrier, in a tile
         mbarrier.wait(arrived.index(piece % AHEAD), (tile // 2 * PHASES + piece // AHEAD) & 1)
-        given = slot.load(layout).to(gl.float32)
+        given = slot.load(HALF).to(gl.float32)
         if BESIDE == "residual":
             value = activate(value, ACTIVATION, slot.dtype) + given
         else:
@@ -166,8 +165,6 @@ def _run_group(
 ):
     """Multiply every second tile of the program, and finish its pieces, squares of the result."""
     WIDTH: gl.constexpr = SIDE if GATED else 2 * SIDE
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * SIDE, 16])
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
     PIECES: gl.constexpr = PARTS if GATED else 2 * PARTS
     SENT: gl.constexpr = (3 if GATED else 2) if KEEP else 1  # stores of a piece
     tiles_m, tiles_n = gl.cdiv(M, PARTS * SIDE), gl.cdiv(N, WIDTH)
@@ -181,27 +178,21 @@ def _run_group(
         if BESIDE != "none":
             for piece in gl.static_range(SLOTS // SENT):
                 _fetch(beside, slots, arrived, first_m, first_n, piece, SENT)
-        top, middle, bottom = multiply(
-            me, tile, gl.cdiv(K, SIDE), x_ring, weight_ring, full, empty, turn, K_ADJACENT, STAGES, whole
-        )
-        top_left, top_right = halves(top, half)
-        middle_left, middle_right = halves(middle, half)
-        bottom_left, bottom_right = halves(bottom, half)
-        # Column by column, so that a column's bias is loaded once. Of a gated pair, the right halves are up.
-        squares = (top_left, middle_left, bottom_left, top_right, middle_right, bottom_right)
+        # A column's bias is loaded once. Of a gated pair, the right halves are up.
+        squares = multiply(me, tile, gl.cdiv(K, SIDE), x_ring, weight_ring, full, empty, turn, K_ADJACENT, STAGES)
         for piece in gl.static_range(PIECES):
             value = squares[piece]
             up = squares[(piece + PARTS) % (2 * PARTS)]
             if BIAS:
                 if piece % PARTS == 0:
-                    bias = _bias(bias_ptr, first_n + piece // PARTS * SIDE, N, half)
-                    bias_up = _bias(bias_ptr + N, first_n, N, half) if GATED else bias
+                    bias = _bias(bias_ptr, first_n + piece // PARTS * SIDE, N)
+                    bias_up = _bias(bias_ptr + N, first_n, N) if GATED else bias
                 value += bias
                 if GATED:
                     up += bias_up
             _finish(
                 value, up, tile, slots, arrived, beside, kept, kept_up, out, first_m, first_n, end_m,
-                piece, PIECES, SENT, ACTIVATION, BESIDE, GATED, WORLD, half,
+                piece, PIECES, SENT, ACTIVATION, BESIDE, GATED, WORLD,
             )  # fmt: skip
         tile += 2
     tma.store_wait(0)  # shared memory must not end before they have read it

@@ -1,4 +1,4 @@
-"""Checks and plans of calls that have two kernels, one in Triton and one in Gluon."""
+"""Checks, plans and arguments that calls of several kernels share, above all of one in Triton and one in Gluon."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -119,3 +119,9 @@ def own_rows(m: int, endpoint: Endpoint) -> int:
     """Return how many of M rows this rank owns."""
     chunk = cdiv(m, endpoint.world)
     return min(max(m - endpoint.rank * chunk, 0), chunk)
+
+
+def term_strides(bias: Tensor | None, residual: Tensor | None) -> dict[str, int]:
+    """Return the strides that a kernel takes of the terms of its epilogue, 0 without a term."""
+    rm, rn = (0, 0) if residual is None else residual.stride()
+    return {"stride_bias": 0 if bias is None else bias.stride(0), "stride_rm": rm, "stride_rn": rn}
