@@ -25,6 +25,7 @@ class Bucket:
     index: int
     gradient_dtype: torch.dtype  # in which gradients are accumulated
     accumulated: Tensor | None = None  # [size], in which they are accumulated; None at stage 2 while there is none
+    _sums: list[Tensor] = field(default_factory=list)  # the segments of `accumulated`
     _reduce_buffer: Tensor | None = None  # the reducer's buffer at stage 2, from the bucket's turn to its reduction
     _waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients that wait for that turn, by segment
     _arrivals: Sequence[int] = ()  # the number of times that each segment's gradient arrives in this micro-batch
@@ -74,7 +75,11 @@ class Bucket:
             buffer = self.reducer.gradient_buffer(self.index)
             if buffer.dtype != self.gradient_dtype:
                 buffer = torch.zeros_like(buffer, dtype=self.gradient_dtype)
-            self.accumulated = buffer
+            self._accumulate_in(buffer)
+
+    def _accumulate_in(self, buffer: Tensor | None) -> None:
+        self.accumulated = buffer
+        self._sums = [] if buffer is None else [self.layout.view(buffer, segment) for segment in self.layout.segments]
 
     def begin(self, arrivals: Sequence[int], *, first: bool) -> None:
         """Begin a micro-batch. first: whether it is the first of its step.
@@ -95,12 +100,12 @@ class Bucket:
             self._waiting[segment] = gradient
         else:
             if self.accumulated is None:
-                self.accumulated = torch.zeros(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
-            sum_so_far = self.layout.view(self.accumulated, self.layout.segments[segment])
+                zeros = torch.zeros(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
+                self._accumulate_in(zeros)
             if segment in self._without_gradient:
-                sum_so_far.copy_(gradient)
+                self._sums[segment].copy_(gradient)
             else:
-                sum_so_far.add_(gradient)
+                self._sums[segment].add_(gradient)
         self._without_gradient.discard(segment)
         if segment in self._pending:
             self._pending[segment] -= 1
@@ -154,7 +159,8 @@ class Bucket:
         if accumulated is not None and accumulated is not buffer:
             buffer.copy_(accumulated)
         if not self.reducer.keeps_gradients:
-            self.accumulated = self._reduce_buffer = None
+            self._reduce_buffer = None
+            self._accumulate_in(None)
             self._without_gradient = set(range(len(layout.segments)))
         self.reducer.start_reduce(self.index, more=more)
 
@@ -167,4 +173,4 @@ class Bucket:
         """Free the gradients of a step that is not reduced."""
         self.end_backward()
         if not self.reducer.keeps_gradients:
-            self.accumulated = None
+            self._accumulate_in(None)
