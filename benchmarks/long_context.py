@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.harness import Parser
+from tests.support.saved_bytes import SavedBytes
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPTConfig
@@ -43,26 +42,6 @@ class Steps:
     losses: tuple[float, ...]
     saved: int
     seconds: float
-
-
-class SavedBytes:
-    """A counter of the bytes that autograd saves while `hooks` is entered; storages of `without` are left out."""
-
-    def __init__(self, without: list[Tensor]) -> None:
-        self._without = {x.untyped_storage().data_ptr() for x in without}
-        self.sizes: dict[int, int] = {}
-        self.hooks = saved_tensors_hooks(self._pack, lambda x: x)
-
-    def _pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in self._without:
-            self.sizes[storage.data_ptr()] = storage.nbytes()  # no storage is freed before the backward pass
-        return x
-
-    @property
-    def total(self) -> int:
-        """Return the number of bytes."""
-        return sum(self.sizes.values())
 
 
 def train(tokens: int, cp: int, steps: int, threads: int) -> tuple[tuple[float, ...], int, float]:

@@ -187,6 +187,15 @@ def test_imports_inside_functions_are_found(tmp_path: Path) -> None:
     assert sorted(_imports(file)) == [(1, "a.b"), (3, "c.d"), (4, "e"), (5, "tpfuse.h")]
 
 
+def test_only_their_own_tests_import_the_benchmarks() -> None:
+    files = [
+        file for name in ("kernels", "models", "tpfuse", "examples", "tests") for file in (ROOT / name).rglob("*.py")
+    ]
+    others = [file for file in files if (ROOT / "tests" / "benchmarks") not in file.parents]
+    assert len(others) > 500
+    assert not [file for file in others for _, module in _imports(file) if module.partition(".")[0] == "benchmarks"]
+
+
 def test_bare_names_of_the_root_folders_are_never_imported() -> None:
     files = [
         file

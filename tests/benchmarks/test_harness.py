@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import first_contact, node, offload_step
+from benchmarks import first_contact, harness, node, offload_step
 from benchmarks.candidates import Candidates, by_compiler, liger
 from benchmarks.harness import OURS, Bench, BenchCase, Row, TimedMode, measure, new_bench, unable
 from benchmarks.timing import Ceilings
@@ -163,3 +164,11 @@ def test_a_refusal_is_one_line_and_status_2(
 def test_kernels_are_not_timed_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "TRITON_INTERPRET=1 is set" in (unable("bench") or "")
+
+
+def test_rows_name_the_gpu_and_its_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(harness, "ptxas", lambda: SimpleNamespace(version="12.8.93"))
+    row = harness.provenance()
+    assert (row["machine"], row["ptxas"]) == ("H100", "12.8.93")

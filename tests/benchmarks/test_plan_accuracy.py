@@ -1,5 +1,6 @@
 """The model of cost predicts runs that others measured within the errors that docs/planning.md tells."""
 
+import csv
 import functools
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 
 from benchmarks.harness import Row
 from benchmarks.plan_accuracy import (
+    DATA,
+    MeasuredRun,
     b200,
     constant_rate,
+    fitted_link,
     fitted_share,
     held_out,
     measured_seconds,
@@ -23,6 +27,7 @@ from benchmarks.plan_accuracy import (
     vtrain,
     vtrain_table,
 )
+from tpfuse.plan import communication
 from tpfuse.plan.memory import rank_memory
 
 
@@ -62,6 +67,25 @@ def test_regret_is_what_a_choice_loses() -> None:
 def test_the_share_of_b200_is_near_that_of_products_alone() -> None:
     share = fitted_share([run for run in b200() if run.name != "tp 8 pp 1 dp 1"])
     assert 0.40 < share < 0.50  # products alone were measured at 0.48
+
+
+def test_measured_all_reduces() -> None:
+    link = fitted_link()
+    with (DATA / "nccl_all_reduce_vtrain.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["gpu"] == "a100"]
+    errors = [
+        communication.all_reduce(float(row["bytes"]), int(row["ranks"]), link) / (float(row["time_ns"]) * 1e-9) - 1
+        for row in rows
+    ]
+    assert len(errors) == 77
+    assert np.mean(np.abs(errors)) < 0.08 and np.max(np.abs(errors)) < 0.25
+    assert 200e9 < link.bandwidth < 300e9, "NVLink 3 has 300 GB/s in each direction"
+
+
+@pytest.mark.parametrize("run", [run for run in b200() if run.layout.micro_batches == 4], ids=lambda run: run.name)
+def test_peaks_that_were_measured_on_b200(run: MeasuredRun) -> None:
+    """Nothing is fitted to them: the formulas count Megatron's tensors."""
+    assert run.predicted_peak() == pytest.approx(run.peak, rel=0.01)
 
 
 def test_the_page_has_all_errors() -> None:

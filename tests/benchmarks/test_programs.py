@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import bench_nanogpt, collectives, long_context, offload_step, training_speed
 from benchmarks.harness import Row
-from benchmarks.long_context import SavedBytes
 from benchmarks.training_speed import FIRST, STEPS, speed
+from tests.support.saved_bytes import SavedBytes
 from tpfuse.testing.patience import patient
 from tpfuse.zero import offload
 
@@ -136,3 +136,15 @@ def test_a_real_run_has_a_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(sys, "argv", ["training_speed.py", *sizes])
     assert training_speed.main() == 0
     assert kept[0]["tokens_per_second"]["median"] > 0 and kept[0]["memory_bytes"] > 0
+
+
+@pytest.mark.processes
+def test_verify_tune_and_benchmarks_do_not_import_the_command_lines_packages() -> None:
+    """Machines with GPUs do not always have tyro and tomli_w installed."""
+    program = """
+import sys
+sys.modules |= dict.fromkeys(("tyro", "tomli_w"))
+import benchmarks.first_contact, benchmarks.node, tpfuse.tools.tune, tpfuse.tools.verify
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.families import tiny
 from tests.support.decoders import FAMILIES, decoder, exact, exact_loss
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
@@ -504,20 +503,6 @@ def test_a_context_is_refused_where_tokens_meet_outside_of_attention() -> None:
     ):
         with pytest.raises(ValueError, match="cannot be sharded over the sequence: its tokens meet outside of atten"):
             prove_context(_with(decoder("llama"), **changed))
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be sharded .* meet outside of attention.*without cp"):
-        prove_context(tiny("lfm2"))
-    with pytest.raises(ValueError, match="its attention mask is neither causal nor a sliding window"):
-        prove_context(tiny("llama4_text"))
-    with pytest.raises(ValueError, match=r"its queries, keys and values are .*expected heads of one size"):
-        prove_context(tiny("mimo_v2_flash"))
-
-
-@on_ranks(2)
-def test_a_context_takes_the_window_from_the_mask() -> None:
-    plain, model = tiny("olmoe"), tiny("olmoe")  # its attention is given a window that its mask has not
-    parallelize(model, mesh_of(1, 1, 2))
-    with exact(plain):
-        _close(model(input_ids=IDS, labels=IDS).loss, plain(input_ids=IDS, labels=IDS).loss)
 
 
 PLAN = {

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks.long_context import SavedBytes
 from tests.support.meshes import mesh_of
+from tests.support.saved_bytes import SavedBytes
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm.layout import local_tensor

@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tpfuse
-from benchmarks.long_context import SavedBytes
-from benchmarks.plan_accuracy import MeasuredRun, b200
 from tests.support.cuda_stand_in import CopyStandIn
 from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of
+from tests.support.saved_bytes import SavedBytes
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
 from tpfuse.choices import PipelineSchedule, Recompute
@@ -513,9 +512,3 @@ def test_a_rank_with_nothing_to_shard_holds_at_stage_3_what_it_holds_at_stage_2(
 def test_stages_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="stage 4: expected 0, 1, 2 or 3"):
         rank_memory(SIZES, RankLayout(1, 1, 2, 1, "1f1b", 1, 4, "none", 1, 2), TPFUSE)
-
-
-@pytest.mark.parametrize("run", [run for run in b200() if run.layout.micro_batches == 4], ids=lambda run: run.name)
-def test_peaks_that_were_measured_on_b200(run: MeasuredRun) -> None:
-    """Nothing is fitted to them: the formulas count Megatron's tensors."""
-    assert run.predicted_peak() == pytest.approx(run.peak, rel=0.01)

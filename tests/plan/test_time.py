@@ -1,14 +1,11 @@
 """The times of a step, and of its parts: products, messages and pipelines."""
 
-import csv
 import itertools
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 
-from benchmarks.plan_accuracy import DATA, fitted_link
 from tpfuse.choices import PipelineSchedule
 from tpfuse.parallel.pipeline.order import stage_ranks
 from tpfuse.plan import communication
@@ -240,19 +237,6 @@ def test_nodes_reduce_inside_first() -> None:
     assert uneven == communication.all_gather(1e9, 36, NETWORK), "4 or 5 of the ranks are in a node of 9"
     gathered = communication.all_gather(1e9, 8, NVLINK) + communication.all_gather(1e9 / 8, 4, NETWORK)
     assert communication.grouped(1e9, 32, 1, CLUSTER, reduce=False) == pytest.approx(gathered)
-
-
-def test_measured_all_reduces() -> None:
-    link = fitted_link()
-    with (DATA / "nccl_all_reduce_vtrain.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["gpu"] == "a100"]
-    errors = [
-        communication.all_reduce(float(row["bytes"]), int(row["ranks"]), link) / (float(row["time_ns"]) * 1e-9) - 1
-        for row in rows
-    ]
-    assert len(errors) == 77
-    assert np.mean(np.abs(errors)) < 0.08 and np.max(np.abs(errors)) < 0.25
-    assert 200e9 < link.bandwidth < 300e9, "NVLink 3 has 300 GB/s in each direction"
 
 
 @pytest.mark.parametrize("exposed", [communication.gather_exposed, communication.scatter_exposed])

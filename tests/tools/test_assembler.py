@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness
 from tpfuse.tools.assembler import newer_ptxas, ptxas
 
 Install = Callable[[str, str], Path]
@@ -44,11 +43,5 @@ def test_blackwell_has_an_assembler_of_its_own(install: Install, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert ptxas().version == "12.9.86" and newer_ptxas() is None
-
-
-def test_rows_name_the_assembler_of_a_gpu(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    row = harness.provenance()
-    assert (row["machine"], row["ptxas"]) == ("H100", "12.8.93")
+    assert ptxas().version == "12.8.93"

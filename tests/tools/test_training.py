@@ -1,7 +1,5 @@
 """Two training steps with each implementation are close to float64, and a wrong gradient is detected."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -58,15 +56,3 @@ def test_an_error_of_one_rank_becomes_one_line(gpu: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(training, "GpuRankPool" if gpu else "RankPool", Broken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert train_each() == [TrainingRun("one rank, torch", failure="RuntimeError: CUBLAS_WORKSPACE_CONFIG")]
-
-
-@PROCESSES
-def test_verify_tune_and_benchmarks_do_not_import_the_command_lines_packages() -> None:
-    """Machines with GPUs do not always have tyro and tomli_w installed."""
-    program = """
-import sys
-sys.modules |= dict.fromkeys(("tyro", "tomli_w"))
-import benchmarks.first_contact, benchmarks.node, tpfuse.tools.tune, tpfuse.tools.verify
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
