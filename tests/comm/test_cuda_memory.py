@@ -1,25 +1,21 @@
 """`CudaMemory` on CPU ranks, with a replacement of CUDA. test_cuda_ranks.py tests it on a GPU."""
 
-import ctypes
 import json
 import re
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
 
+from tests.comm.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tests.support.cuda_stand_in import StandIn
-from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tpfuse.comm import stream_watchdog
 from tpfuse.comm.collectives.fused import open_channel
-from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.dispatch import connected, symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
@@ -27,7 +23,9 @@ from tpfuse.comm.settings import FIRST_WAIT, set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.testing.patience import patient, wait_until
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
+
+PLENTY = 60.0  # seconds, in which every operation ends that has no reason to wait
 
 
 def _group() -> dist.ProcessGroup:
@@ -36,9 +34,13 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
-def _memory(timeout: float = 60.0) -> tuple[CudaMemory, StandIn]:
+def _memory() -> tuple[CudaMemory, StandIn]:
     calls = StandIn(_group())
-    return CudaMemory(_group(), torch.device("cpu"), timeout, calls), calls
+    return CudaMemory(_group(), torch.device("cpu"), PLENTY, calls), calls
+
+
+def _set_timeout(memory: CudaMemory, seconds: float = PLENTY) -> None:
+    memory.timeout = memory.control.timeout = seconds
 
 
 @on_ranks(3)
@@ -68,29 +70,40 @@ def _never(memory: CudaMemory, flags: SymmetricBuffer, peer: int | None = None) 
         memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
 
 
-def _late(guarded: bool, peer: int | None, folder: Path) -> tuple[str, str, int | None]:
-    set_settings(flight_folder=folder)
+def _signal_each_other(memory: CudaMemory, flags: SymmetricBuffer, epoch: int) -> None:
+    with memory.guard("operation"):
+        memory.signal(flags, 1 - memory.rank, 0, epoch)
+        memory.wait_signal(flags, memory.rank, 0, epoch, op="operation")
+
+
+@pytest.mark.parametrize(
+    ("op", "peer"),
+    [("operation", None), ("operation", 1), ("its wait", None)],
+    ids=["in an operation of all ranks", "in an operation of two ranks", "outside of operations"],
+)
+@on_ranks(2)
+def test_a_wait_on_a_stream_ends_and_is_raised_later(op: str, peer: int | None, tmp_path: Path) -> None:
+    """The host goes on; the kernel returns at the deadline, and the next check raises. No rank begins anything then."""
+    set_settings(flight_folder=tmp_path)
     memory, calls = _memory()
     memory.step = 3
     flags = memory.signals("flags", 1)
-    memory.timeout = memory.control.timeout = patient(0.2)
-    limit = FIRST_WAIT * memory.timeout
-    started = time.monotonic()
-    found: tuple[str, str, int | None] = "", "", None
+    _set_timeout(memory, patient(0.2))
+    limit, started = FIRST_WAIT * memory.timeout, time.monotonic()
     if memory.rank == 0:
-        if guarded:
+        if op == "operation":
             _never(memory, flags, peer)
         else:
-            memory.wait_signal(flags, memory.rank, 0, 1, peer=1, op="its wait")
+            memory.wait_signal(flags, memory.rank, 0, 1, peer=1, op=op)
         assert time.monotonic() - started < limit, "the host goes on, and does not wait"
         memory.check()
         calls.synchronize()  # The kernel returns.
         assert time.monotonic() - started > 0.8 * limit and calls.rung == 1 and int(memory.abort) == 1
-        with pytest.raises(PeerTimeout) as caught:
+        with pytest.raises(PeerTimeout, match=rf"^{op}, step 3: rank 0 waited \d+\.\d s for rank 1; ") as caught:
             memory.check()
-        found = str(caught.value), caught.value.op, caught.value.peer
-        record = json.loads((folder / "flight_record_rank0.json").read_text())
-        assert record["op"] == caught.value.op and record["missing"] == caught.value.peer
+        assert (caught.value.op, caught.value.peer) == (op, 1)
+        record = json.loads((tmp_path / "flight_record_rank0.json").read_text())
+        assert (record["op"], record["missing"]) == (op, 1)
     else:
         wait_until(lambda: memory.control.aborted, "rank 0 tells this rank to stop waiting")
     for _ in range(2):
@@ -99,26 +112,15 @@ def _late(guarded: bool, peer: int | None, folder: Path) -> tuple[str, str, int 
     with pytest.raises(PeerTimeout):
         memory.wait_signal(flags, memory.rank, 0, 1, op="another one")
     set_settings(flight_folder=None)
-    memory.timeout = memory.control.timeout = 60.0
+    _set_timeout(memory)
     memory.reset()
-    assert int(memory.abort) == 0 and flags.local.tolist() == [0]
+    assert int(memory.abort) == 0 and flags.local.tolist() == [0], "a reset lets all ranks begin again"
     memory.barrier()
     memory.check()
-    with memory.guard("after"):
-        memory.signal(flags, 1 - memory.rank, 0, 1)
-        memory.wait_signal(flags, memory.rank, 0, 1, op="after")
+    _signal_each_other(memory, flags, 1)
     calls.synchronize()
     memory.check()
     memory.barrier()
-    return found
-
-
-@pytest.mark.parametrize(("guarded", "peer"), [(True, None), (True, 1), (False, None)])
-def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, peer: int | None, tmp_path: Path) -> None:
-    """peer: the other rank of an operation of two ranks, which the ranks do not compare."""
-    (message, op, missing), _ = pool(2).run(_late, guarded, peer, tmp_path)
-    assert (op, missing) == ("operation" if guarded else "its wait", 1)
-    assert re.match(rf"{op}, step 3: rank 0 waited \d+\.\d s for rank 1; ", message), message
 
 
 @on_ranks(2)
@@ -138,12 +140,12 @@ def test_first_waits_may_take_longer() -> None:
     calls.synchronize()
     limits = [patient(0.6)]  # which differs from rank to rank on a machine that slows down
     dist.broadcast_object_list(limits, src=0)
-    memory.timeout = memory.control.timeout = limits[0]
+    _set_timeout(memory, limits[0])
     if memory.rank == 1:
         time.sleep(1.5 * memory.timeout)
     memory.buffer("late", (1,), torch.int32)
     assert memory.control.timeout == memory.timeout
-    memory.timeout = memory.control.timeout = 60.0
+    _set_timeout(memory)
     memory.barrier()
 
 
@@ -151,7 +153,7 @@ def test_first_waits_may_take_longer() -> None:
 def test_a_kernel_that_heeds_no_alarm_ends_the_process() -> None:
     """Its operation had one deadline to end by itself and has another one after the alarm."""
     memory, calls = _memory()
-    memory.timeout = memory.control.timeout = limit = patient(0.3)
+    _set_timeout(memory, limit := patient(0.3))
     ended, ends, started = threading.Event(), list[str](), time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_watchdog, "end_process", ends.append)
@@ -163,7 +165,7 @@ def test_a_kernel_that_heeds_no_alarm_ends_the_process() -> None:
         ended.set()
         calls.synchronize()
     assert ends[0] == f"rank {memory.rank}: torch's operator does not heed the alarm"
-    memory.timeout = memory.control.timeout = 60.0
+    _set_timeout(memory)
     memory.reset()
 
 
@@ -178,13 +180,13 @@ def test_one_rank_that_gives_up_ends_the_waits_of_all() -> None:
         _never(memory, flags)
     dist.barrier()
     if memory.rank == 0:
-        memory.timeout = memory.control.timeout = 0.4
+        _set_timeout(memory, 0.4)
         _never(memory, flags)
     calls.synchronize()
     with pytest.raises(PeerTimeout) as caught:
         memory.check()
     assert caught.value.rank == memory.rank and caught.value.op == "operation"
-    memory.timeout = memory.control.timeout = 60.0
+    _set_timeout(memory)
     memory.reset()
     memory.barrier()
 
@@ -196,7 +198,7 @@ def test_a_deadline_begins_when_its_operation_begins() -> None:
     flags, ready = memory.signals("flags", 1), memory.buffer("ready", (1,), torch.int32)
     with memory.guard("operation"):
         pass  # so that the next one is not the first
-    memory.timeout = memory.control.timeout = limit = patient(0.3)
+    _set_timeout(memory, limit := patient(0.3))
 
     def work() -> None:
         time.sleep(1.5 * limit)
@@ -204,12 +206,10 @@ def test_a_deadline_begins_when_its_operation_begins() -> None:
         wait_until(lambda: all(int(peer) for peer in ready.peers), "the other rank's stream is here")
 
     calls.do(work)
-    with memory.guard("operation"):
-        memory.signal(flags, 1 - memory.rank, 0, 1)
-        memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
+    _signal_each_other(memory, flags, 1)
     calls.synchronize()
     memory.check()
-    memory.timeout = memory.control.timeout = 60.0
+    _set_timeout(memory)
     memory.barrier()
 
 
@@ -236,14 +236,14 @@ def test_an_operation_that_raises_is_still_watched() -> None:
     with memory.guard("operation"):
         pass  # so that the next one is not the first
     if memory.rank == 0:
-        memory.timeout = memory.control.timeout = 0.4
+        _set_timeout(memory, 0.4)
         with pytest.raises(KeyError), memory.guard("operation"):
             memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
             raise KeyError
         calls.synchronize()
         with pytest.raises(PeerTimeout):
             memory.check()
-        memory.timeout = memory.control.timeout = 60.0
+        _set_timeout(memory)
     else:
         wait_until(lambda: memory.control.aborted, "rank 0 tells this rank to stop waiting")
     memory.reset()
@@ -303,12 +303,6 @@ def test_work_beside_a_stream_waits_for_it_and_is_joined() -> None:
     memory.barrier()
 
 
-def _signal_each_other(memory: CudaMemory, flags: SymmetricBuffer, epoch: int) -> None:
-    with memory.guard("operation"):
-        memory.signal(flags, 1 - memory.rank, 0, epoch)
-        memory.wait_signal(flags, memory.rank, 0, epoch, op="operation")
-
-
 @on_ranks(2)
 def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
     memory, calls = _memory()
@@ -344,40 +338,49 @@ def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
     memory.barrier()
 
 
+ONE = {"gpu": "the only one", "overlapping_allowed": False}
+MPS = {"gpu": "the only one", "shared_by_mps": True}
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("answers", "numbers", "message"),
     [
-        ("missing", "rank 1: torch 2.1 has no symmetric memory"),
-        ("blind", "there is no peer access between the GPUs of rank 2 (cuda:2) and rank 0 (cuda:0)"),
-        ("one", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU: torch refuses that without "),
-        ("mps", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU under MPS: waiting kernels of one would "),
-        ("other numbers", "rank 0 (cuda:0) and rank 1 (cuda:1) are on one GPU: torch refuses that without "),
-        ("models", "rank 0 (cuda:0) and rank 1 (cuda:1) have GPUs of two models, the one model and H200: "),
-        ("folders", "rank 0 (cuda:0) and rank 1 (cuda:1) have torch's sockets in /tmp and /scratch: set TMPDIR to one"),
+        pytest.param({1: {"why_not": "torch 2.1 has no symmetric memory"}}, (0, 1, 2),
+                     "rank 1: torch 2.1 has no symmetric memory", id="missing"),
+        pytest.param({2: {"blind": "gpu 0"}}, (0, 1, 2),
+                     "there is no peer access between the GPUs of rank 2 (cuda:2) and rank 0 (cuda:0)", id="blind"),
+        pytest.param(dict.fromkeys(range(3), ONE), (0, 0, 0),
+                     "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU: torch refuses that without ", id="one GPU"),
+        pytest.param(dict.fromkeys(range(3), MPS), (0, 0, 0),
+                     "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU under MPS: waiting kernels of one would ",
+                     id="MPS"),
+        pytest.param(dict.fromkeys(range(3), ONE), (0, 1, 2),
+                     "rank 0 (cuda:0) and rank 1 (cuda:1) are on one GPU: torch refuses that without ",
+                     id="one GPU of several numbers"),
+        pytest.param({1: {"model": "H200"}}, (0, 1, 2),
+                     "rank 0 (cuda:0) and rank 1 (cuda:1) have GPUs of two models, the one model and H200: ",
+                     id="two models"),
+        pytest.param({1: {"socket_folder": "/scratch"}}, (0, 1, 2),
+                     "rank 0 (cuda:0) and rank 1 (cuda:1) have torch's sockets in /tmp and /scratch: set TMPDIR to one",
+                     id="two folders"),
     ],
-)
+)  # fmt: skip
 @on_ranks(3)
-def test_every_rank_gets_the_reason_why_gpus_cannot_share_memory(kind: str, message: str) -> None:
-    rank, calls = dist.get_rank(), StandIn(_group())
-    calls.device = torch.device("cuda", rank if kind not in ("one", "mps") else 0)
-    if kind in ("one", "mps", "other numbers"):
-        calls.name, calls.allowed, calls.mps = "the only one", kind == "mps", kind == "mps"
-    elif kind == "missing" and rank == 1:
-        calls.reason = "torch 2.1 has no symmetric memory"
-    elif kind == "models" and rank == 1:
-        calls.kind = "H200"
-    elif kind == "folders" and rank == 1:
-        calls.folder = "/scratch"
-    elif kind == "blind" and rank == 2:
-        calls.blind = "gpu 0"
+def test_every_rank_gets_the_reason_why_gpus_cannot_share_memory(
+    answers: dict[int, dict[str, Any]], numbers: tuple[int, ...], message: str
+) -> None:
+    """answers: what differs on a rank from a healthy machine; numbers: of the GPUs, as each rank sees its own."""
+    rank = dist.get_rank()
+    calls = StandIn(_group(), **answers.get(rank, {}))
+    calls.device = torch.device("cuda", numbers[rank])
     with pytest.raises(Unavailable, match=f"^{re.escape(message)}"):
         CudaMemory(_group(), calls.device, 10.0, calls)
 
 
 @on_ranks(2)
 def test_ranks_that_share_a_gpu_start_fewer_programs() -> None:
-    for gpu, programs in (("the only one", 32), ("", 132)):
-        memory = CudaMemory(_group(), torch.device("cpu"), 60.0, StandIn(_group(), gpu=gpu))
+    for answers, programs in (({"gpu": "the only one"}, 32), ({}, 132)):
+        memory = CudaMemory(_group(), torch.device("cpu"), 60.0, StandIn(_group(), **answers))
         assert open_channel(memory, "channel", 16, 132)[1].programs == programs
         assert open_channel(memory, "small", 16, 8)[1].programs == 8
 
@@ -449,105 +452,6 @@ def test_small_buffers_share_an_allocation() -> None:
         memory.buffer("x", (1,), torch.int32)
 
 
-def _say_no(found: Any, attribute: int, source: Any, target: Any) -> int:
-    """Give the driver's answer for GPUs on PCIe."""
-    assert (attribute, source.value, target.value) == (3, 1, 0)
-    found._obj.value = 0
-    return 0
-
-
-def _run_mps(found: Any, attribute: int, device: Any) -> int:
-    """Give the driver's answer for this rank's GPU under MPS."""
-    assert (attribute, device.value) == (133, 1)
-    found._obj.value = 1
-    return 0
-
-
-def test_obstacles_between_gpus_and_mps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = CudaCalls(torch.device("cuda:1"))
-    asked: list[tuple[int, int]] = []
-
-    def access(a: int, b: int) -> bool:
-        asked.append((a, b))
-        return b != 2
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(uuid=f"gpu {getattr(device, 'index', device)}"),
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    assert calls.gpu() == "gpu 1"
-    assert [calls.obstacle(f"gpu {number}") for number in (0, 2)] == ["", "there is no peer access"]
-    assert asked == [(1, 0), (1, 2)]
-    driver = SimpleNamespace(cuDeviceGet=lambda *_: 0, cuDeviceGetP2PAttribute=_say_no)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    assert calls.obstacle("gpu 0") == "there are no native atomic operations"
-    driver.cuDeviceGetP2PAttribute = lambda *_: (
-        1
-    )  # This is an error, as from a driver that does not know the attribute.
-    assert calls.obstacle("gpu 0") == ""
-    assert not calls.shared_by_mps(), "a driver that does not know"
-    driver.cuDeviceGetAttribute = _run_mps
-    assert calls.shared_by_mps()
-    for value, allowed in (("1", True), ("0", False)):
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", value)
-        assert calls.overlapping_allowed() == allowed
-
-
-def test_nvml_is_asked_about_gpus_that_are_hidden_from_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's --gpu-bind shows each rank one GPU alone, number 0."""
-    calls, names, status = CudaCalls(torch.device("cuda:0")), ["NVIDIA H100"], {"GPU-far": 2, "GPU-near": 0}
-
-    def find(uuid: bytes, device: Any) -> int:
-        device._obj.value = {b"GPU-here": 1, b"GPU-far": 3, b"GPU-near": 2}.get(uuid)
-        return 0 if device._obj.value else 6  # NVML_ERROR_NOT_FOUND
-
-    def answer(here: Any, other: Any, question: int, found: Any) -> int:
-        assert (here.value, question) == (1, 3)
-        found._obj.value = {2: status["GPU-near"], 3: status["GPU-far"]}[other.value]
-        return 0
-
-    nvml = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetHandleByUUID=find, nvmlDeviceGetP2PStatus=answer)
-    monkeypatch.setattr(ctypes, "CDLL", {"libnvidia-ml.so.1": nvml}.__getitem__)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="here"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[0])
-    assert calls.obstacle("near") == "" and calls.obstacle("far") == "there are no native atomic operations"
-    unknown = "GPUs are hidden (let all ranks see all of them), and NVML knows of no native atomic operations"
-    assert calls.obstacle("nowhere") == unknown
-    names[0] = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
-    assert calls.obstacle("near") == "MIG permits no peer access"
-    names[0], nvml.nvmlInit_v2 = "NVIDIA H100", lambda: 9  # NVML_ERROR_DRIVER_NOT_LOADED
-    assert calls.obstacle("near") == unknown
-
-
-@pytest.mark.parametrize("before", [None, "0"])
-def test_torch_sees_two_variables_at_a_rendezvous_alone(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's C++ reads them: no multicast object is made, and GPUs of one number are no obstacle."""
-    names = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
-    monkeypatch.delenv(names[1], raising=False)
-    if before is None:
-        monkeypatch.delenv(names[0], raising=False)
-    else:
-        monkeypatch.setenv(names[0], before)
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_char_p
-    seen = []
-
-    def rendezvous(tensor: torch.Tensor, group: str) -> str:
-        seen.append([getenv(name.encode()) for name in names])
-        raise RuntimeError
-
-    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", rendezvous)
-    with pytest.raises(RuntimeError):
-        CudaCalls(torch.device("cuda:0")).rendezvous(torch.empty(1), "group")
-    after = [None if before is None else before.encode(), None]
-    assert seen == [[b"1", b"1"]] and [getenv(name.encode()) for name in names] == after
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without GPUs")
 @on_ranks(2)
 def test_connect_gives_the_reason_why_there_is_no_memory() -> None:
@@ -558,28 +462,3 @@ def test_connect_gives_the_reason_why_there_is_no_memory() -> None:
     memory = symmetric_memory(_group(), torch.device("cpu"))
     assert memory is symmetric_memory(_group(), torch.device("cpu")) and memory in connected()
     assert isinstance(memory, SharedMemory)
-
-
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [
-        ("CUDA", ""),
-        (None, "was built without symmetric memory for CUDA"),
-        ("NVSHMEM", "torch's symmetric memory uses NVSHMEM in this process: unset TORCH_SYMMMEM, which chose it"),
-    ],
-)
-def test_the_backend_of_torchs_symmetric_memory(
-    backend: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda device: backend)
-    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
-        monkeypatch.delenv(name, raising=False)
-    calls = CudaCalls(torch.device("cuda:0"))
-    found = calls.why_not()
-    assert found.endswith(reason) and bool(found) == bool(reason) and calls.socket_folder() == "/tmp"
-    monkeypatch.setenv("TEMP", "/short")
-    monkeypatch.setenv("TMP", "/" + 89 * "s")
-    assert calls.why_not() == found and len(calls.socket_folder()) == 90
-    monkeypatch.setenv("TMPDIR", "/" + 90 * "l")
-    assert calls.why_not() == (found or "torch's sockets need a path of at most 90 bytes: set TMPDIR to a shorter one")

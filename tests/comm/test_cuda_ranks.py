@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
+from tests.comm.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.dispatch import symmetric_memory

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.symmetric_memories import check_buffers, check_names, check_ring, ring
+from tests.comm.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tests.support.tiers import exhaustive
 from tpfuse.comm import rank_state, shared_memory
 from tpfuse.comm.channel import slot_size

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cuda_stand_in import CopyStandIn
+from tests.support.copy_stand_in import CopyStandIn
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, Result, decoder_config, options_of, ranks_of, train, train_decoder
 from tpfuse.models.gpt import GPT

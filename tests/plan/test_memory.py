@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tpfuse
-from tests.support.cuda_stand_in import CopyStandIn
+from tests.support.copy_stand_in import CopyStandIn
 from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of
 from tests.support.saved_bytes import SavedBytes

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.command import Commands
-from tests.support.graph_stand_in import GraphStandIn
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, Result, new_trainer, options_of, ranks_of, train
+from tests.train.graph_stand_in import GraphStandIn
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.layout import local_tensor

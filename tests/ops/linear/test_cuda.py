@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.ops.linear.parallel_products import PRODUCTS, Case
 from tests.support.cases import naming
-from tests.support.parallel_products import PRODUCTS, Case
 from tpfuse.choices import Implementation
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.dispatch import parallel_linear

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.ops.linear.parallel_products import PRODUCTS, Case
 from tests.support.cases import naming
-from tests.support.parallel_products import PRODUCTS, Case
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm import autotune as tuner

@@ -1,6 +1,6 @@
 """Every tensor-parallel product by every implementation: one suite, made from descriptions of the three products.
 
-`tests.support.parallel_products` has the checks, test_dispatch.py the tests of the order of ranks, and
+`tests.ops.linear.parallel_products` has the checks, test_dispatch.py the tests of the order of ranks, and
 test_all_gather_linear.py those of the features that only that product has.
 """
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ops.linear.parallel_products import PRODUCTS, Case, Tensors
 from tests.support.cases import naming
-from tests.support.parallel_products import PRODUCTS, Case, Tensors
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.ops.activation import ACTIVATIONS

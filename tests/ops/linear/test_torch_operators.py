@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import tpfuse
+from tests.ops.linear.parallel_products import PRODUCTS, Case
+from tests.ops.linear.stand_in_operators import StandInOperators
 from tests.support.cases import naming
 from tests.support.meshes import tensor_mesh
-from tests.support.parallel_products import PRODUCTS, Case
-from tests.support.torch_operators import StandInOperators
 from tpfuse.comm import autotune as tuner
 from tpfuse.comm.autotune import autotune
 from tpfuse.comm.dispatch import symmetric_memory

@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.ops.ring_attention.attention_of_gpus import attention_of_gpus
 from tests.support.cases import naming
-from tests.support.cuda_stand_in import attention_of_gpus
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation, Kernels
