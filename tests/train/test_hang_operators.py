@@ -1,4 +1,8 @@
-"""`tpfuse hang` explains waits of each kind: for a rank that stays away from an operation, or is stopped inside it."""
+"""`tpfuse hang` explains waits of each kind: for a rank that stays away from an operation, or is stopped inside it.
+
+Two ranks serve all tests, one after another. Rank 0 takes a step of the case to its end, the first rank that is missing
+makes it raise PeerTimeout, and the test asks `tpfuse hang` while rank 1 is missing.
+"""
 
 import os
 import re
@@ -7,9 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -49,10 +52,11 @@ Step = Callable[[], object]
 class Missed:
     """A step in which rank 1 is missing from one operation, whose text begins with `op`.
 
-    make: does what comes before the step, and returns the step; said: how `tpfuse hang` names the operation in which
-    rank 0 waits (default: op).
+    mode: whether rank 1 stays away from it, or is stopped in it. name: the implementation. make: does what comes before
+    the step, and returns the step. said: how `tpfuse hang` names the operation in which rank 0 waits (default: op).
     """
 
+    mode: Literal["away", "stopped"]
     name: Implementation
     op: str
     make: Callable[[dist.ProcessGroup], Step]
@@ -150,30 +154,31 @@ def _barrier(group: dist.ProcessGroup) -> Step:
     return lambda: symmetric_memory(group, CPU).barrier("end of the epoch")
 
 
-MESSAGES = [  # rank 1 misses the other end of the message in which rank 0 waits
-    Missed("direct", "receive numbers of rank 0, message 2", message(0), "send numbers of rank 0, message 3"),
-    Missed("direct", "send numbers of rank 1, message 2", message(1), "receive numbers of rank 1, message 2"),
-    Missed("fused", "receive numbers of rank 0, message 2", message(0), "send numbers of rank 0, message 3"),
-]
 CASES = [
-    Missed("direct", "all_gather torch", on(collectives.all_gather, 2), "all_gather"),
-    Missed("fused", "all_gather", on(collectives.all_gather, 2)),
-    Missed("collective", "all_reduce", on(collectives.all_reduce, 2)),  # Gloo waits here, which keeps no record
-    Missed("collective", "all_gather", backward(_gather)),
-    Missed("collective", "broadcast", on(_broadcast, 2)),
-    Missed("collective", "send numbers of rank 0", message(0)),
-    Missed("collective", "first exchange", _first_exchange),
-    Missed("direct", "all_gather_linear torch", forward(_gather), "all_gather_linear"),
-    Missed("fused", "all_gather_linear backward", backward(_gather)),
-    Missed("direct", "ring_attention ", forward(_attention("ring")), "ring_attention"),
-    Missed("fused", "ring_attention backward", backward(_attention("all_gather"))),
-    Missed("direct", "exchange of heads", forward(_attention("ulysses"))),
-    Missed("direct", "wait for all_gather", _later, "all_gather"),
-    Missed("direct", "sum of bucket 0", _zero, "buffer of bucket 0"),
-    Missed("fused", "sum of bucket 1", _zero),
-    *MESSAGES,
-    Missed("direct", "end of the epoch", _barrier),
-    Missed("direct", "buffer 'x", _buffer, "buffer x1"),
+    Missed("stopped", "direct", "all_gather torch", on(collectives.all_gather, 2), "all_gather"),
+    Missed("away", "fused", "all_gather", on(collectives.all_gather, 2)),
+    # Gloo waits here, which keeps no record.
+    Missed("stopped", "collective", "all_reduce", on(collectives.all_reduce, 2)),
+    Missed("away", "collective", "all_gather", backward(_gather)),
+    Missed("stopped", "collective", "broadcast", on(_broadcast, 2)),
+    Missed("away", "collective", "send numbers of rank 0", message(0)),
+    Missed("stopped", "collective", "first exchange", _first_exchange),
+    Missed("away", "direct", "all_gather_linear torch", forward(_gather), "all_gather_linear"),
+    Missed("stopped", "fused", "all_gather_linear backward", backward(_gather)),
+    Missed("away", "direct", "ring_attention ", forward(_attention("ring")), "ring_attention"),
+    Missed("stopped", "fused", "ring_attention backward", backward(_attention("all_gather"))),
+    Missed("away", "direct", "exchange of heads", forward(_attention("ulysses"))),
+    Missed("stopped", "direct", "wait for all_gather", _later, "all_gather"),
+    Missed("away", "direct", "sum of bucket 0", _zero, "buffer of bucket 0"),
+    Missed("stopped", "fused", "sum of bucket 1", _zero),
+    # Rank 1 misses the other end of the message in which rank 0 waits.
+    Missed("away", "direct", "receive numbers of rank 0, message 2", message(0), "send numbers of rank 0, message 3"),
+    Missed(
+        "stopped", "direct", "send numbers of rank 1, message 2", message(1), "receive numbers of rank 1, message 2"
+    ),
+    Missed("away", "fused", "receive numbers of rank 0, message 2", message(0), "send numbers of rank 0, message 3"),
+    Missed("stopped", "direct", "end of the epoch", _barrier),
+    Missed("away", "direct", "buffer 'x", _buffer, "buffer x1"),
 ]
 FIRST_TIER = 3  # one case of each implementation
 
@@ -188,20 +193,23 @@ def _stop(rank: Rank) -> None:
     rank.hear()
 
 
+_MISS = {"away": _stay_away, "stopped": _stop}
+
+
 @contextmanager
-def _missing(rank: Rank, case: Missed, mode: str) -> Iterator[None]:
+def _missing(rank: Rank, case: Missed) -> Iterator[None]:
     """Make this rank stay away from the case's operation, or stop just after it has begun it, within a with block."""
-    method = "begin_message" if case in MESSAGES else "begin"
+    method = "begin_message" if ", message " in case.op else "begin"
     begin, missed = getattr(ControlBlock, method), list[str]()
 
     def instead(control: ControlBlock, op: str, **options: bool) -> int:
         chosen = op.startswith(case.op) and not missed
         if chosen:
             missed.append(op)
-        if chosen and mode == "away":
+        if chosen and case.mode == "away":
             _stay_away(rank)
         number: int = begin(control, op, **options)
-        if chosen and mode == "stopped":
+        if chosen and case.mode == "stopped":
             _stop(rank)
         return number
 
@@ -222,7 +230,7 @@ def _serve(rank: Rank) -> None:
     world = rank.join()
     collective.PATIENCE = 0.1
     while True:
-        index, mode, folder = rank.hear()
+        index, folder = rank.hear()
         case = CASES[index]
         set_settings(flight_folder=None)
         group = world
@@ -241,9 +249,9 @@ def _serve(rank: Rank) -> None:
                         step()
                     rank.tell("waited")
                 elif case.name == "collective":
-                    (_stay_away if mode == "away" else _stop)(rank)
+                    _MISS[case.mode](rank)
                 else:
-                    with _missing(rank, case, mode), pytest.raises(PeerTimeout):
+                    with _missing(rank, case), pytest.raises(PeerTimeout):
                         step()
                 rank.hear()
             if case.name != "collective":
@@ -261,42 +269,56 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize(
-    ("index", "mode"),
-    [
-        pytest.param(
-            index, mode, marks=() if index < FIRST_TIER else pytest.mark.processes, id=f"{case.name} {case.op} {mode}"
-        )
-        for index, (case, mode) in enumerate(zip(CASES, cycle(("stopped", "away")), strict=False))
-    ],
-)
-def test_a_missing_rank_is_explained(index: int, mode: str, running: Ranks, tmp_path: Path) -> None:
-    case = CASES[index]
+def _rows(mode: str) -> list[Any]:
+    return [
+        pytest.param(index, marks=() if index < FIRST_TIER else pytest.mark.processes, id=f"{case.name} {case.op}")
+        for index, case in enumerate(CASES)
+        if case.mode == mode
+    ]
+
+
+def _explained(index: int, running: Ranks, folder: Path, whom: str) -> tuple[str, str]:
+    """Return what `tpfuse hang` says of the wait of rank 0, and of the stack of rank 1, which is missing.
+
+    whom: for whom rank 0 waits. What rank 1 does later must change nothing.
+    """
+    case, missing = CASES[index], running.processes[1]
     for connection in running.connections:
-        connection.send((index, mode, tmp_path))
+        connection.send((index, folder))
     assert running.hear(1) == "here"
     assert running.hear(0) == "waited"
-    said, missing = hang(tmp_path), running.processes[1]
+    said = hang(folder)
     running.send(1, signal.SIGCONT)
     running.connections[1].send("go")
     running.go()
     assert [running.hear(rank) for rank in range(2)] == ["ready", "ready"]
-
     op = re.escape(case.said or case.op)
-    # Interpreted kernels wait for no rank by name; a rank that has begun the operation is then not known to be missing.
-    unknown = (case.name, mode) == ("fused", "stopped") and case not in MESSAGES
-    whom = ", but no single rank was late" if unknown else " for rank 1"
-    assert re.match(rf"In {op}\b.*, rank 0 waited \d+\.\d s{whom}\.\nRank 1 \(process {missing.pid}\) ", said), said
+    begins = rf"In {op}\b.*, rank 0 waited \d+\.\d s{whom}\.\nRank 1 \(process {missing.pid}\) "
+    assert re.match(begins, said), said
     described, mine, other = re.split(r"\n\nPython stack of rank \d:\n", said)
     assert "in _serve" in mine
-    assert hang(tmp_path).startswith(described), "what rank 1 does later changes nothing"
-    if mode == "stopped":
-        assert "was stopped by a signal, and ha" in described
-        assert other == "  unknown: the process did not answer (its state was T (stopped))"
-    else:
-        assert "in _stay_away" in other
+    assert hang(folder).startswith(described)
+    return described, other
+
+
+@pytest.mark.parametrize("index", _rows("away"))
+def test_a_rank_that_stays_away_is_explained(index: int, running: Ranks, tmp_path: Path) -> None:
+    case = CASES[index]
+    described, stack = _explained(index, running, tmp_path, " for rank 1")
+    assert "in _stay_away" in stack
+    assert f"had begun {case.op}" not in described
+    assert described.endswith("has no recorded operation." if case.name == "collective" else "s before.")
+
+
+@pytest.mark.parametrize("index", _rows("stopped"))
+def test_a_rank_that_is_stopped_is_explained(index: int, running: Ranks, tmp_path: Path) -> None:
+    """Interpreted kernels wait for no rank by name: a rank that has begun the operation is not known to be missing."""
+    case = CASES[index]
+    whom = ", but no single rank was late" if case.name == "fused" else " for rank 1"
+    described, stack = _explained(index, running, tmp_path, whom)
+    assert stack == "  unknown: the process did not answer (its state was T (stopped))"
+    assert "was stopped by a signal, and ha" in described
     if case.name == "collective":
         assert described.endswith("has no recorded operation.")
     else:
-        assert (f"had begun {case.op}" in described) == (mode == "stopped")
-        assert described.endswith("s before and had not ended it." if mode == "stopped" else "s before.")
+        assert f"had begun {case.op}" in described and described.endswith("s before and had not ended it.")
