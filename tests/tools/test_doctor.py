@@ -1,4 +1,8 @@
-"""`tpfuse doctor` on this machine, on a simulated machine with eight GPUs, and on broken variants of it."""
+"""`tpfuse doctor` on this machine, on a simulated machine with eight GPUs, and on broken variants of it.
+
+Faked in a simulated machine: all facts, which are results of `Machine`'s methods. Real: what is found in them and said.
+The tests of facts ask this machine, and replace the calls of torch where there is no GPU.
+"""
 
 import contextlib
 import json

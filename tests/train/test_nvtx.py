@@ -1,4 +1,4 @@
-"""NVTX ranges of training, as a stand-in of NVTX receives them. No GPU is needed."""
+"""NVTX ranges of training, as a stand-in of NVTX receives them. The steps are real, on CPUs; the domain is faked."""
 
 import sys
 import threading

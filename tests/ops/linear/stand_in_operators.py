@@ -1,4 +1,8 @@
-"""A stand-in for torch.ops.symm_mem on CPU ranks: it computes by collectives and records what is called."""
+"""A stand-in for torch.ops.symm_mem on CPU ranks.
+
+Faked: the operators, which compute by Gloo's collectives and record what is called, and the workspace. Real: the
+conditions on shapes, strides, dtypes and addresses that torch's operators have. Not covered: their speed and rounding.
+"""
 
 import math
 from types import SimpleNamespace
