@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
 # Folders of tests whose results depend on the instructions of the CPU and on the number of threads.
-OF_PRODUCTS := $(addprefix tests/,layers ops models zero parallel drop_in train)
+OF_PRODUCTS := $(addprefix tests/,layers ops models zero parallel drop_in checkpoint train commands)
 
 .PHONY: help install train other-compilers check test test-all ci verify long offload compiled compiled-matrix docs lint types format clean
 help:
