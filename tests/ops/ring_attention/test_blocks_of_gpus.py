@@ -47,7 +47,6 @@ def _cases(world: int) -> list[tuple[Way, Case]]:
         ("CUDNN_ATTENTION", "collective", "auto", BF16),
         *exhaustive(("FLASH_ATTENTION", "collective", "auto", BF16)),
     ],
-    ids=str,
 )
 @on_ranks(2)
 def test_operators_of_gpus_compute_the_blocks(

@@ -30,7 +30,6 @@ SCHEDULES = {"auto": 1, "ring": 1, "all_gather": 1, "ulysses": 1, "ulysses_ring"
         ("collective", ("auto",), "window", False),
         ("direct", ("ring", "ulysses"), "causal", True),
     ),
-    ids=str,
 )
 @on_ranks(2)
 def test_one_graph_computes_the_same_bits(

@@ -57,7 +57,6 @@ from tpfuse.testing.ranks import on_ranks, pool
         (2, "direct", 11), (3, "direct", 5), (4, "direct", 11), (3, "collective", 11),
         *exhaustive((4, "direct", 5), (8, "direct", 11), (4, "collective", 5)),
     ],
-    ids=str,
 )  # fmt: skip
 @on_ranks("world")
 def test_every_schedule_balance_and_mask(name: Implementation, stride: int) -> None:
@@ -83,7 +82,6 @@ def test_shorter_dtypes(name: Implementation, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("world", "dtype", "grouped", "chosen"),
     [(2, F32, True, (0,)), *exhaustive((2, BF16, False, (1, 2, 4)), (4, BF16, False, (0, 5)))],
-    ids=str,
 )
 @on_ranks("world")
 def test_fused_schedules(dtype: torch.dtype, grouped: bool, chosen: tuple[int, ...]) -> None:
@@ -150,7 +148,6 @@ def _check_dropout(name: Implementation, way: Way, case: Case, width: int | None
         *exhaustive((4, "direct", BALANCES, (0, 2))),
         *exhaustive((3, "collective", BALANCES, (0,)), (4, "collective", BALANCES, (4,))),
     ],
-    ids=str,
 )  # fmt: skip
 @on_ranks("world")
 def test_dropout_drops_what_it_drops_on_one_rank(
@@ -178,7 +175,7 @@ def test_autocast_to_the_dtype_of_the_tensors_changes_nothing() -> None:
     assert all(torch.equal(found[0][key], found[1][key]) for key in NAMES)
 
 
-@pytest.mark.parametrize(("world", "name"), [(4, "direct"), *exhaustive((4, "collective"), (2, "fused"))], ids=str)
+@pytest.mark.parametrize(("world", "name"), [(4, "direct"), *exhaustive((4, "collective"), (2, "fused"))])
 @on_ranks("world")
 def test_two_runs_agree_to_the_bit(name: Implementation) -> None:
     late = random.Random(dist.get_rank())
