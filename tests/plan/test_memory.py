@@ -1,9 +1,9 @@
-"""The formula of memory counts what autograd saves, what ZeRO's engines hold, and what papers and measurements say."""
+"""The formula of memory counts what autograd saves and what the engines of ZeRO hold, on CPU ranks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,14 +30,12 @@ from tpfuse.errors import UserError
 from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.parallel import offloaded_inputs
 from tpfuse.parallel import recompute as recomputing
-from tpfuse.parallel.pipeline.order import Action, Kind, order
+from tpfuse.parallel.pipeline.order import Action, Kind
 from tpfuse.parallel.pipeline.runner import Runner
-from tpfuse.parallel.pipeline.timeline import Held, holding_bytes, holdings, most_in_flight
-from tpfuse.plan.activations import activations
-from tpfuse.plan.in_flight import parts
+from tpfuse.parallel.pipeline.timeline import most_in_flight
 from tpfuse.plan.memory import RankMemory, memories, rank_memory, uncounted
 from tpfuse.plan.muon import owned, sent_bytes, update_bytes
-from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, RankShare, TrainingProgram
+from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
@@ -62,6 +60,27 @@ def _formula(options: TrainCommand, config: GPTConfig) -> dict[int, RankMemory]:
     return memories(sizes, layout_of(options), program, blocks)
 
 
+class Bytes(NamedTuple):
+    """What a rank holds: gradients are those that exist all the time, at stage 2 the sums of shards."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    slots: int  # of messages
+    activations: int  # the most
+
+
+@contextmanager
+def _counting_recomputed(counters: list[SavedBytes]) -> Iterator[None]:
+    """Count by the last counter what recomputation leaves: its hooks hide it from the hooks of counters."""
+
+    def seen(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda x: counters[-1].pack(y) if isinstance(y := pack(x), Tensor) else y, unpack)
+
+    with mock.patch.object(recomputing, "saved_tensors_hooks", seen):
+        yield
+
+
 def _tensors_of(runner: Runner) -> Iterator[Tensor]:
     """Yield the tensors that a rank holds of micro-batches in flight, beside those that autograd has saved."""
     yield from runner._handed.values()
@@ -73,46 +92,40 @@ def _tensors_of(runner: Runner) -> Iterator[Tensor]:
                 yield x
 
 
-def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, int, int, int, int]:
-    """Train a step. Return the bytes of parameters, gradients, optimizer, message slots and activations of this rank.
+def _watch(runner: Runner, counters: list[SavedBytes]) -> list[dict[int, int]]:
+    """Return a list to which each action of a pipeline adds the bytes of storages in flight, by address."""
+    held, run = [], runner._run
+    saved: dict[tuple[int, int], dict[int, int]] = {}
 
-    Gradients are those that exist all the time: at stage 2 the sums of shards.
-    """
-    held: list[dict[int, int]] = []  # after each action of a pipeline, the bytes of storages by address
+    def counted(action: Action, batch: MicroBatch, taken: Any) -> list[Tensor]:
+        counters.append(SavedBytes([]))
+        with counters[-1].hooks if action.kind is Kind.FORWARD else nullcontext():
+            losses = run(action, batch, taken)
+        if action.kind is Kind.FORWARD:
+            saved[action.stage, action.micro_batch] = counters[-1].sizes
+        now = {address: size for at in runner._flights for address, size in saved[at].items()}
+        held.append(now | {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors_of(runner)})
+        return losses
 
-    def seen(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
-        """Count what recomputation leaves: its hooks hide from the counter's what operators inside them save."""
-        return saved_tensors_hooks(lambda x: counter[-1](y) if isinstance(y := pack(x), Tensor) else y, unpack)
+    runner._run = counted  # type: ignore[method-assign]
+    return held
 
-    counter: list[Callable[[Tensor], Tensor]] = []
+
+def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, ...]:
+    """Train a step, and return the fields of `Bytes`."""
+    counters: list[SavedBytes] = []
     with (
         use(implementation="direct"),
         mock.patch.object(offloaded_inputs, "CopyStream", CopyStandIn),
-        mock.patch.object(recomputing, "saved_tensors_hooks", seen),
+        _counting_recomputed(counters),
     ):
         trainer, windows = new_trainer(options, config)
         runner, engine, optimizer = trainer.runner, trainer.engine, trainer.optimizer
         assert isinstance(engine, GradientBuckets) and isinstance(optimizer, FlatAdamW)
-        saved: dict[tuple[int, int], dict[int, int]] = {}
         own = [local_tensor(parameter) for parameter in trainer.model.parameters()]
         alone = SavedBytes(own)
-        counter.append(alone._pack)
-        if runner is not None:
-            run = runner._run
-
-            def counted(action: Action, batch: MicroBatch, taken: Any) -> list[Tensor]:
-                found = SavedBytes([])
-                counter.append(found._pack)
-                with found.hooks if action.kind is Kind.FORWARD else nullcontext():
-                    losses = run(action, batch, taken)
-                if action.kind is Kind.FORWARD:
-                    saved[action.stage, action.micro_batch] = found.sizes
-                now = {address: size for at in runner._flights for address, size in saved[at].items()}
-                now |= {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors_of(runner)}
-                held.append(now)
-                return losses
-
-            runner._run = counted  # type: ignore[method-assign]
+        counters.append(alone)
+        held = [] if runner is None else _watch(runner, counters)
         with alone.hooks if runner is None else nullcontext():
             trainer.train_step(windows, lambda: False)
     slots, most = 0, alone.total
@@ -131,6 +144,14 @@ def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, int, int, int,
     kept = sum(tensor.nbytes for x in state for kind, tensor in x.items() if kind != "model" or masters)
     parameters = sum(bucket.values.nbytes for bucket in engine.buckets)
     return parameters, gradients, kept, slots, most
+
+
+def _named(value: object) -> str:
+    """Return the id of a configuration, or of the options that differ from the usual ones."""
+    if isinstance(value, GPTConfig):
+        names = {DEEP: "deep", WIDE: "wide"}
+        return names.get(value, f"dropout {value.dropout}" if value.dropout else "no biases")
+    return str(value)
 
 
 LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
@@ -163,31 +184,33 @@ LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "more"), LAYOUTS)
+@pytest.mark.parametrize(("config", "more"), LAYOUTS, ids=_named)
 def test_ranks_hold_what_the_formula_counts(config: GPTConfig, more: dict[str, Any]) -> None:
     options = dataclasses.replace(options_of(**more), kernels="torch")
     formula = _formula(options, config)
     found = pool(ranks_of(options)).run(_held, options, config)
     size, zero, tp = ranks_of(options) // options.parallel.pp, options.zero.stage, options.parallel.tp
-    for index, (parameters, gradients, optimizer, slots, kept) in enumerate(found):
+    for index, held in enumerate(Bytes(*each) for each in found):
         rank = index // size
         if index % tp:
             continue  # the first tensor-parallel rank is counted, which holds the most
         counted = formula[rank]
-        assert (counted.parameters, counted.optimizer) == (parameters, optimizer)
+        assert (counted.parameters, counted.optimizer) == (held.parameters, held.optimizer)
         if zero < 2:
-            assert counted.gradients == gradients and counted.buffers == slots
+            assert (counted.gradients, counted.buffers) == (held.gradients, held.slots)
         elif layout_of(options).micro_batches > 1 and options.zero.accumulate == "whole":
-            whole = parameters // getattr(torch, options.train.dtype).itemsize * program_of(options, 1).gradient_bytes
-            assert counted.gradients - gradients == whole, "several micro-batches accumulate"
+            elements = held.parameters // getattr(torch, options.train.dtype).itemsize
+            whole = elements * program_of(options, 1).gradient_bytes
+            assert counted.gradients - held.gradients == whole, "several micro-batches accumulate"
         else:
-            assert 0 < counted.gradients - gradients <= parameters, "one bucket of gradients is not sent yet"
+            unsent = counted.gradients - held.gradients
+            assert 0 < unsent <= held.parameters, "one bucket of gradients is not sent yet"
         if zero == 2 and options.parallel.pp == 1 and layout_of(options).micro_batches > 1:
-            continue  # `kept` has the tensors of both micro-batches, one after the other
+            continue  # the activations are the tensors of both micro-batches, one after the other
         if not (config.dropout and options.train.recompute == "none"):
-            assert counted.activations == kept
+            assert counted.activations == held.activations
         else:
-            assert counted.activations == pytest.approx(kept, rel=0.02)
+            assert counted.activations == pytest.approx(held.activations, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -208,14 +231,22 @@ def test_kernels_of_triton_save_what_the_formula_counts(
 
 def _saved_by_triton(options: TrainCommand, config: GPTConfig) -> int:
     with use(kernels="triton"):
-        return _held(options, config)[-1]
+        return Bytes(*_held(options, config)).activations
 
 
-def _held_at_stage_3(options: TrainCommand) -> tuple[int, int, int, int, int, int]:
-    """Train a step. Return the bytes of shards, moments, gathered parameters, whole gradients, sums, and a sent unit.
+class BytesAtStage3(NamedTuple):
+    """The most that a rank has held at the same time after an action of a pipeline."""
 
-    Each is the most that this rank has held at the same time after an action of the pipeline.
-    """
+    shards: int
+    moments: int
+    gathered: int  # parameters
+    whole: int  # gradients
+    sums: int  # of gradients
+    sent: int  # a unit
+
+
+def _held_at_stage_3(options: TrainCommand) -> tuple[int, ...]:
+    """Train a step, and return the fields of `BytesAtStage3`."""
     trainer, windows = new_trainer(options, DEEP)
     engine, runner = trainer.engine, trainer.runner
     assert isinstance(engine, FullySharded) and runner is not None
@@ -258,11 +289,12 @@ def test_ranks_at_stage_3_hold_what_the_formula_counts(schedule: PipelineSchedul
     found = pool(ranks_of(options)).run(_held_at_stage_3, options)
     at_0 = _formula(dataclasses.replace(options, zero=dataclasses.replace(options.zero, stage=0)), DEEP)
     for rank, counted in _formula(options, DEEP).items():
-        shards, moments, gathered, whole, sums, sent = found[rank * dp * tp * cp]
-        assert (counted.parameters, counted.optimizer) == (shards, moments)
-        assert (moments == 2 * shards) == (dp == 1), "Muon has one moment of its matrices"
-        assert counted.buffers - at_0[rank].buffers == gathered + sent
-        assert 0 < counted.gradients - whole - sums < sent + gathered, "gradients of a unit arrive beside their sums"
+        held = BytesAtStage3(*found[rank * dp * tp * cp])
+        assert (counted.parameters, counted.optimizer) == (held.shards, held.moments)
+        assert (held.moments == 2 * held.shards) == (dp == 1), "Muon has one moment of its matrices"
+        assert counted.buffers - at_0[rank].buffers == held.gathered + held.sent
+        arriving = counted.gradients - held.whole - held.sums
+        assert 0 < arriving < held.sent + held.gathered, "gradients of a unit arrive beside their sums"
 
 
 class _Alive(TorchDispatchMode):
@@ -396,119 +428,3 @@ def test_models_that_need_values_are_neither_counted_nor_planned() -> None:
     assert sizes.kept == (0, 0) and uncounted(sizes, TPFUSE) == "models whose forward pass depends on values"
     with pytest.raises(UserError, match="falcon: its forward pass depends on values: tpfuse plan does not know"):
         check_timed(options_of(dtype="bfloat16"), sizes)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "stages", "micro_batches"),
-    [
-        ("1f1b", 4, 1, 12),
-        ("zbv", 4, 2, 8),
-        *exhaustive(("gpipe", 4, 1, 7), ("interleaved_1f1b", 2, 4, 24), ("zero_bubble", 4, 1, 24)),
-    ],
-)  # fmt: skip
-def test_parts_keep_the_most_that_any_rank_keeps(
-    schedule: PipelineSchedule, ranks: int, stages: int, micro_batches: int
-) -> None:
-    """The short order and the holdings that are left out do not change the most bytes that a rank keeps."""
-    found, _ = parts(dataclasses.replace(SIZES, layers=32), (schedule, ranks, stages), micro_batches, True)
-    whole = order(schedule, ranks, stages, micro_batches)
-    for first, last, block, gradients, passed in ((0, 0, 3, 0, 0), (50, 0, 3, 2, 0), (0, 90, 3, 2, 4), (0, 0, 1, 9, 4)):
-        each = [Held(32 // whole.stages * block, gradients)] * whole.stages
-        each[0] = Held(each[0].saved + first, gradients)
-        each[-1] = Held(each[-1].saved + last, gradients)
-        expected = max(
-            holding_bytes(holding, [each[stage] for stage in whole.stages_of(rank)], passed)
-            for rank in range(ranks)
-            for holding in holdings(whole, rank)
-        )
-        sums = []
-        for part in found:
-            held = [Held(layers * block, gradients) for layers in part.layers]
-            for at, extra in ((part.first, first), (part.last, last)):
-                if at is not None:
-                    held[at] = Held(held[at].saved + extra, gradients)
-            sums += [holding_bytes(peak, held, passed) for peak in part.peaks]
-        assert max(sums) == expected
-
-
-SIZES = ModelSizes("7.5B", 36, 4096, 32, 32, 128, 16384, False, 50257, 1024, positions=1024)
-# Korthikanti et al., arXiv:2205.05198, counts 16-bit activations of a GPT with dropout and scores in memory.
-MEGATRON_2022 = TrainingProgram(
-    "Megatron 2022", fused_attention=False, sequence_parallel=False, symmetric_slots=False, reserve=0.0
-)
-
-
-@pytest.mark.parametrize(("tp", "micro_batch"), [(1, 1), (8, 4)])
-def test_formulas_of_megatron_for_a_block(tp: int, micro_batch: int) -> None:
-    """Table 2 of the paper: s tokens, b sequences, h features, a heads, t tensor-parallel ranks.
-
-    The paper counts two masks of a byte for each feature, which tpfuse computes again, and no statistics of norms.
-    """
-    s, b, h, a, t = 2048, micro_batch, 6144, 64, tp
-    masks, statistics = 2 * h, 2 * 2 * 4
-    sizes = ModelSizes("22B", 48, h, a, a, h // a, 4 * h, False, 51200, s, positions=s, dropout=True)
-    shared = dataclasses.replace(MEGATRON_2022, sequence_parallel=True)
-
-    def check(program: TrainingProgram, recompute: Recompute, each: float) -> None:
-        block = activations(sizes, RankShare(t, 1, b, recompute), program).block
-        tokens = 0 if recompute == "full" else s * b // (t if program.sequence_parallel else 1)
-        assert block == pytest.approx(s * b * h * each + tokens * (statistics - masks), rel=1e-12)
-
-    check(MEGATRON_2022, "none", 10 + 24 / t + 5 * a * s / (h * t))
-    check(shared, "none", 34 / t + 5 * a * s / (h * t))
-    check(MEGATRON_2022, "selective", 10 + 24 / t)
-    check(shared, "selective", 34 / t)
-    check(MEGATRON_2022, "full", 2)
-    # Section 4.3: the first stage of 1F1B keeps as many micro-batches as there are stages, hence all layers. The paper
-    # does not count the ids, and tpfuse keeps the inputs of stages in buffers, of which the first stage has none.
-    layout = RankLayout(t, 1, 1, 8, "1f1b", 1, 0, "selective", b, 64 * b)
-    expected = 48 * s * b * (h * 34 - masks) / t + 8 * 8 * s * b
-    assert memories(sizes, layout, shared)[0].activations == pytest.approx(expected, rel=0.03)
-
-
-@pytest.mark.parametrize(("zero", "expected"), [(0, 120e9), (1, 31.4e9), (2, 16.6e9), (3, 1.88e9)])
-def test_table_of_zero(zero: int, expected: float) -> None:
-    """arXiv:1910.02054, table 1: 7.5 billion parameters on 64 ranks, 16-bit parameters and gradients, K = 12.
-
-    The paper does not count the gradients that are not sent yet: here those of the embedding. tpfuse sums shards of
-    gradients in float32, and at stage 3 has no 16-bit shard of the parameters beside the masters.
-    """
-    program = dataclasses.replace(TPFUSE, gradient_bytes=2)
-    memory = rank_memory(SIZES, RankLayout(1, 1, 64, 1, "1f1b", 1, zero, "full", 1, 64), program)
-    unsent = SIZES.table_parameters * 2 if zero >= 2 else 0
-    wider = 2 / 64 * 7.5e9 if zero == 2 else 0
-    held = (memory.parameters + memory.gradients + memory.optimizer - unsent) * 7.5e9 / SIZES.parameters
-    assert held == pytest.approx(expected + wider, rel=0.01)
-
-
-def test_the_update_of_muon_begins_when_the_activations_are_free() -> None:
-    program = dataclasses.replace(TPFUSE, muon_steps=5, reserve=0.0)
-    for recompute, micro_batch in (("full", 1), ("none", 8)):
-        layout = RankLayout(1, 1, 8, 1, "1f1b", 1, 1, recompute, micro_batch, 64)  # type: ignore[arg-type]
-        memory, update = rank_memory(SIZES, layout, program), update_bytes(SIZES, SIZES.layers, layout, program)
-        passes = rank_memory(SIZES, layout, dataclasses.replace(program, muon_steps=0))
-        assert memory.activations == passes.activations
-        assert memory.activations + memory.workspace == max(update, passes.activations + passes.workspace)
-        assert (memory.workspace > passes.workspace) == (recompute == "full")
-
-
-def test_narrow_gradients_have_buffers_of_their_own() -> None:
-    """A bucket of 96 elements on two ranks: gradients are rounded to be sent, and their sums are float32."""
-    sizes = ModelSizes("toy", 1, 1, 1, 1, 1, 1, False, 64, 1, biases=False, norm_bias=False)  # 5 small parameters
-    found = {}
-    for kept, sent in ((4, 4), (4, 2), (2, 2)):
-        program = dataclasses.replace(TPFUSE, gradient_bytes=kept, reduce_bytes=sent)
-        memory = rank_memory(sizes, RankLayout(1, 1, 2, 1, "1f1b", 1, 1, "none", 1, 2), program)
-        found[kept, sent] = memory.gradients, memory.buffers
-    size = found[4, 4][0] // 4
-    assert found == {(4, 4): (4 * size, 0), (4, 2): (4 * size, 2 * size + 2 * size), (2, 2): (2 * size, 2 * size)}
-
-
-def test_a_rank_with_nothing_to_shard_holds_at_stage_3_what_it_holds_at_stage_2() -> None:
-    two, three = (rank_memory(SIZES, RankLayout(2, 1, 1, 1, "1f1b", 1, zero, "none", 1, 2), TPFUSE) for zero in (2, 3))
-    assert two == three
-
-
-def test_stages_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="stage 4: expected 0, 1, 2 or 3"):
-        rank_memory(SIZES, RankLayout(1, 1, 2, 1, "1f1b", 1, 4, "none", 1, 2), TPFUSE)

@@ -10,9 +10,10 @@ class SavedBytes:
     def __init__(self, without: list[Tensor]) -> None:
         self._without = {x.untyped_storage().data_ptr() for x in without}
         self.sizes: dict[int, int] = {}
-        self.hooks = saved_tensors_hooks(self._pack, lambda x: x)
+        self.hooks = saved_tensors_hooks(self.pack, lambda x: x)
 
-    def _pack(self, x: Tensor) -> Tensor:
+    def pack(self, x: Tensor) -> Tensor:
+        """Count a tensor, and return it."""
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._without:
             self.sizes[storage.data_ptr()] = storage.nbytes()  # no storage is freed before the backward pass
