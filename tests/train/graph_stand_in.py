@@ -1,8 +1,10 @@
-"""A stand-in for CUDA graphs on a CPU, which records the operations of a step and runs them again.
+"""A stand-in for CUDA graphs on a CPU.
 
-As a CUDA graph does, a replay calls the same operations on the same memory, and no code of the host. So it repeats
-whatever the host decided at the capture: a seed, a factor, which gradient is the first of a step. The capture computes
-too, but its result is lost: a step needs the replay. What the host would have to wait for fails at the capture.
+Faked: the graph, which is a list of torch's operations with their arguments. As a CUDA graph does, a replay calls the
+same operations on the same memory, and no code of the host. So it repeats whatever the host decided at the capture: a
+seed, a factor, which gradient is the first of a step. The capture computes too, but its result is lost: a step needs
+the replay. What the host would have to wait for fails at the capture. Real: the trainer, the engines and the ranks. Not
+covered: streams, memory pools, kernels and NCCL in a graph (the test that needs a GPU).
 """
 
 from collections.abc import Callable, Iterator

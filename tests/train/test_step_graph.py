@@ -1,7 +1,7 @@
 """`--train.cuda-graph`: replayed steps compute the bits of launched ones.
 
-A stand-in repeats what a capture has recorded, so that whatever the host decided at the capture shows. Faults that a
-replay could have are planted, and each must change the run.
+`graph_stand_in` repeats what a capture has recorded, so that whatever the host decided at the capture shows. Faults
+that a replay could have are planted, and each must change the run. One test needs a GPU, and replays a real graph.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.support.command import Commands
 from tests.support.tiers import exhaustive
-from tests.support.training import CONFIG, Result, new_trainer, options_of, ranks_of, train
+from tests.support.training import CONFIG, Result, new_trainer, options_of, train
 from tests.train.graph_stand_in import GraphStandIn
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
@@ -26,7 +26,7 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.errors import RunError
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.switches import use
-from tpfuse.testing.ranks import GpuRankPool, on_ranks, pool
+from tpfuse.testing.ranks import GpuRankPool, on_ranks
 from tpfuse.train import check_options, step_graph
 from tpfuse.train import trainer as trainer_module
 from tpfuse.train.metrics import read_metrics
@@ -38,17 +38,17 @@ from tpfuse.zero.reducer.collective import CollectiveReducer
 
 STEPS = 6
 WIDE = GPTConfig(61, 64, 128, 2, 4, dropout=0.1)  # for GPUs
-Plant = Callable[[Trainer, int, ExitStack], None]  # called before each step
-
-
-def _plant_nothing(*_: object) -> None:
-    pass
+ONCE = (LAUNCHED, 1, STEPS - LAUNCHED)  # launches, captures and replays of a run whose graph serves to its end
+Plant = Callable[[Trainer, int, ExitStack], None]
 
 
 def stepped(
-    layout: dict[str, Any], graph: bool, plant: Plant = _plant_nothing, device: str = "cpu"
+    layout: dict[str, Any], graph: bool, plant: Plant | None = None, device: str = "cpu"
 ) -> tuple[Result, tuple[int, ...]]:
-    """Train with an evaluation after step 5. Return the result, and the numbers of launches, captures and replays."""
+    """Train with an evaluation after step 5. Return the result, and the numbers of launches, captures and replays.
+
+    plant: called before each step with the trainer, the step's number, and a stack of patches that lasts for the run.
+    """
     options = options_of(**{"accumulation": 2, **layout}, cuda_graph="yes" if graph else "no")
     config, mesh = CONFIG, None
     with ExitStack() as stack:
@@ -62,7 +62,8 @@ def stepped(
             stack.callback(trainer.graph.release)
         losses, norms = [], []
         for step in range(STEPS):
-            plant(trainer, step, stack)
+            if plant is not None:
+                plant(trainer, step, stack)
             result = trainer.train_step(windows, lambda: False)
             losses.append(result.loss)
             norms.append(result.grad_norm)
@@ -79,28 +80,21 @@ def same(found: Result, expected: Result) -> bool:
     return found[:2] == expected[:2] and all(torch.equal(x, expected[2][name]) for name, x in found[2].items())
 
 
-@functools.cache
-def launched() -> Result:
-    return stepped({}, False)[0]
-
-
 @pytest.mark.parametrize(
-    "layout",
+    ("world", "layout"),
     [
-        {"dp": 2, "tp": 2, "stage": 1, "recompute": "full"},
+        (4, {"dp": 2, "tp": 2, "stage": 1, "recompute": "full"}),
         *exhaustive(
-            {"accumulation": 3},
-            {"recompute": "selective", "dtype": "float32", "autocast": "bfloat16"},
-            {"dp": 3, "offload": "host", "reduce_dtype": "parameter", "dtype": "bfloat16"},
+            (1, {"accumulation": 3}),
+            (1, {"recompute": "selective", "dtype": "float32", "autocast": "bfloat16"}),
+            (3, {"dp": 3, "offload": "host", "reduce_dtype": "parameter", "dtype": "bfloat16"}),
         ),
     ],
-    ids=str,
 )
+@on_ranks("world")
 def test_replayed_steps_compute_the_bits_of_launched_ones(layout: dict[str, Any]) -> None:
-    ranks = pool(ranks_of(options_of(**layout)))
-    both = zip(ranks.run(stepped, layout, False), ranks.run(stepped, layout, True), strict=True)
-    for (expected, _), (found, counts) in both:
-        assert same(found, expected) and counts == (LAUNCHED, 1, STEPS - LAUNCHED)
+    (expected, _), (found, counts) = (stepped(layout, graph) for graph in (False, True))
+    assert same(found, expected) and counts == ONCE
 
 
 def test_a_new_loss_scale_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +102,7 @@ def test_a_new_loss_scale_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trainer_module, "_SCALE_INTERVAL", 5)
     layout = {"dtype": "float32", "autocast": "float16"}
     (expected, _), (found, counts) = (stepped(layout, graph) for graph in (False, True))
-    assert same(found, expected) and counts == (LAUNCHED, 2, STEPS - LAUNCHED)
+    assert same(found, expected) and counts == (LAUNCHED, 2, STEPS - LAUNCHED)  # 2 captures
 
 
 def test_a_run_that_begins_to_scale_its_loss_begins_as_a_new_one() -> None:
@@ -141,6 +135,19 @@ def test_one_gpu_replays_by_itself(chosen: str, device: str, world: int, compile
     assert step_graph.replays(options, torch.device(device), world) == replayed
 
 
+def test_the_engine_begins_a_step_before_the_graph() -> None:
+    """It may wait for other ranks, until gradients can be written."""
+    order: list[str] = []
+
+    def noted(owner: type, name: str) -> Any:
+        function = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *arguments: (order.append(name), function(*arguments))[1])
+
+    with noted(CollectiveReducer, "begin"), noted(GraphStandIn, "capture"), noted(GraphStandIn, "replay"):
+        stepped({}, True)
+    assert order == ["begin"] * LAUNCHED + ["begin", "capture", "replay"] + ["begin", "replay"] * (STEPS - LAUNCHED - 1)
+
+
 def baked_seed(trainer: Trainer, step: int, stack: ExitStack) -> None:
     if step == 0:
         stack.enter_context(mock.patch.object(Trainer, "_with_keys", lambda _, batches: batches))
@@ -164,29 +171,20 @@ def lost_gradients(trainer: Trainer, step: int, stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(GradientBuckets, "take_all"))
 
 
-def test_the_engine_begins_a_step_before_the_graph() -> None:
-    """It may wait for other ranks, until gradients can be written."""
-    order: list[str] = []
-
-    def watch(_: Trainer, step: int, stack: ExitStack) -> None:
-        for owner, name in ((CollectiveReducer, "begin"), (GraphStandIn, "capture"), (GraphStandIn, "replay")):
-            watched = functools.partialmethod(_noted, order, name, getattr(owner, name))
-            if step == 0:
-                stack.enter_context(mock.patch.object(owner, name, watched))
-
-    stepped({}, True, watch)
-    assert order == ["begin"] * LAUNCHED + ["begin", "capture", "replay"] + ["begin", "replay"] * (STEPS - LAUNCHED - 1)
+@functools.cache
+def launched() -> Result:
+    return stepped({}, False)[0]
 
 
-def _noted(self: Any, order: list[str], name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    order.append(name)
-    return function(self, *arguments)
+def test_a_run_without_a_fault_has_the_bits_of_a_launched_one() -> None:
+    found, counts = stepped({}, True)
+    assert same(found, launched()) and counts == ONCE
 
 
-@pytest.mark.parametrize("plant", [_plant_nothing, baked_seed, baked_tokens, old_gradients, lost_gradients])
+@pytest.mark.parametrize("plant", [baked_seed, baked_tokens, old_gradients, lost_gradients])
 def test_planted_faults_show(plant: Plant) -> None:
     found, counts = stepped({}, True, plant)
-    assert same(found, launched()) == (plant is _plant_nothing) and counts == (LAUNCHED, 1, STEPS - LAUNCHED)
+    assert not same(found, launched()) and counts == ONCE
 
 
 def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:
@@ -236,7 +234,7 @@ def test_a_gpu_replays_the_bits_of_launched_steps(tp: int) -> None:
     layout = {"tp": tp, "dtype": "float32", "autocast": "bfloat16"}
     ranks = GpuRankPool(tp)
     try:
-        both = (ranks.run(stepped, layout, graph, _plant_nothing, "cuda") for graph in (False, True))
+        both = (ranks.run(stepped, layout, graph, None, "cuda") for graph in (False, True))
         for (expected, _), (found, _) in zip(*both, strict=True):
             assert same(found, expected)
     finally:
