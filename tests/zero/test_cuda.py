@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.zero_training import torchs_adamw
+from tests.zero.zero_training import torchs_adamw
 from tpfuse.comm import collectives
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import (
+from tests.zero.zero_training import (
     ADAMW,
     BATCH,
     CASES,

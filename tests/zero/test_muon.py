@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.decoders import decoder
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import (
+from tests.zero.zero_training import (
     ADAMW,
     CONFIG,
     STEPS,

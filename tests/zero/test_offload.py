@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import ADAMW, Layout, check_same, engine_of, micro_batches, train_step, whole
 from tests.zero.two_memories import DEVICE, TwoMemories
+from tests.zero.zero_training import ADAMW, Layout, check_same, engine_of, micro_batches, train_step, whole
 from tpfuse.choices import Accumulate
 from tpfuse.comm.traffic import Traffic
 from tpfuse.ops.adamw import adamw_

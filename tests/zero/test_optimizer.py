@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.meshes import mesh_from, mesh_of
 from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import TorchsMuon, torchs_adamw
+from tests.zero.zero_training import TorchsMuon, torchs_adamw
 from tpfuse.choices import Implementation
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.layout import gather_whole

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import ADAMW, LR, Engine, check_same, torchs_adamw, whole
+from tests.zero.zero_training import ADAMW, LR, Engine, check_same, torchs_adamw, whole
 from tpfuse.choices import Accumulate
 from tpfuse.comm import collectives
 from tpfuse.comm.dispatch import choose_implementation

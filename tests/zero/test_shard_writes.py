@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
-from tests.support.zero_training import torchs_adamw
+from tests.zero.zero_training import torchs_adamw
 from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks

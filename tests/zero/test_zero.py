@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.nodes import pretended_nodes
 from tests.support.tiers import exhaustive, pairwise
-from tests.support.zero_training import CLIP, Layout, Result, check_same, engine_of, gpt, plain, run
+from tests.zero.zero_training import CLIP, Layout, Result, check_same, engine_of, gpt, plain, run
 from tpfuse.choices import Implementation
 from tpfuse.comm import collectives
 from tpfuse.switches import use
