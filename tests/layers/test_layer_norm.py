@@ -15,21 +15,17 @@ from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 
-def _new() -> None:
-    """Check that a new layer has ones and zeros on every rank, and that its gradients are summed if need be."""
+@on_ranks(2)
+def test_a_new_layer_has_ones_and_zeros_on_every_rank_and_sums_its_gradients_if_need_be() -> None:
     for sequence_parallel in (True, False):
         layer = LayerNorm(100, sequence_parallel=sequence_parallel, device_mesh=tensor_mesh())
         assert layer.sum_gradients == sequence_parallel
         for number, parameter in enumerate(layer.parameters()):
             assert isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
             assert torch.equal(parameter.to_local(), torch.full((100,), 1.0 - number))
-
-
-def test_the_parameters_of_a_new_layer() -> None:
-    pool(2).run(_new)
 
 
 def _from_torch(sequence_parallel: bool) -> None:

@@ -13,7 +13,7 @@ from tests.support.command import Commands
 from tests.support.decoders import decoder
 from tests.support.tiers import exhaustive
 from tests.support.training import Result, decoder_config, new_trainer, options_of, trained, trained_decoder
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 
 CONFIG = replace(training.CONFIG, n_layer=4, bias=False)  # AdamW makes of the rounding of keys' biases whole updates
 MUON = {"name": "muon", "muon_lr": 5e-2, "muon_adjust": "original", "muon_momentum": 0.9}
@@ -96,8 +96,10 @@ def test_models_of_transformers_train_as_on_one_rank(family: str, layout: Layout
     check_same(found, expected)
 
 
-def overflowed(stage: int) -> None:
-    """Train in float16 until a step does not overflow; check that the first one, which does, changes nothing."""
+@pytest.mark.parametrize("stage", [1, *exhaustive(2, 3)])
+@on_ranks(2)
+def test_a_gradient_that_overflows_does_not_reach_the_momentum(stage: int) -> None:
+    """One that did would stay in it as NaN for ever (DeepSpeed, issue 8432). The first step in float16 overflows."""
     trainer, windows = new_trainer(options_of(dtype="float16", dp=2, stage=stage, optim=MUON), CONFIG)
     trainer.loss_scale = 2.0**34
     before = [piece.tensor.clone() for piece in trainer.optimizer.rectangles()]
@@ -108,12 +110,6 @@ def overflowed(stage: int) -> None:
         assert trainer.loss_scale > 1
     for piece, old in zip(trainer.optimizer.rectangles(), before, strict=True):
         assert piece.tensor.isfinite().all() and not torch.equal(piece.tensor, old), f"{piece.kind} of {piece.name}"
-
-
-@pytest.mark.parametrize("stage", [1, *exhaustive(2, 3)])
-def test_a_gradient_that_overflows_does_not_reach_the_momentum(stage: int) -> None:
-    """One that did would stay in it as NaN for ever (DeepSpeed, issue 8432)."""
-    pool(2).run(overflowed, stage)
 
 
 def test_a_model_that_muon_cannot_tell_is_refused_before_a_run_starts(tmp_path: Path, commands: Commands) -> None:

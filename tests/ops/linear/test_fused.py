@@ -25,7 +25,7 @@ from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.engine_scatter import EngineScatter
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.ranks import on_ranks
 
 
 def _memory() -> SymmetricMemory:
@@ -54,8 +54,9 @@ def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Te
     return [tensor for tensor in found if tensor is not None]
 
 
-def _both_ways(dtype: torch.dtype, rows: int) -> dict[str, int]:
-    """Compare programs with copy engines; return how often engines gathered and scattered."""
+@pytest.mark.parametrize(("world", "dtype", "rows"), [(2, torch.bfloat16, 7), *exhaustive((3, torch.float32, 33))])
+@on_ranks("world")
+def test_copy_engines_give_the_same_results_as_programs(dtype: torch.dtype, rows: int) -> None:
     programs = FusedLinear(_memory())
     engines, sent = programs.variant(engines=True, other_tiles=False), {"gathers": 0, "scatters": 0}
 
@@ -71,18 +72,8 @@ def _both_ways(dtype: torch.dtype, rows: int) -> dict[str, int]:
         patch.setattr(EngineGather, "send", counted("gathers", EngineGather.send))
         patch.setattr(EngineScatter, "send", counted("scatters", EngineScatter.send))
         found = _everything(engines, dtype, rows)
-    for other, wanted in zip(found, expected, strict=True):
-        assert torch.equal(other, wanted)
-    return sent
-
-
-@pytest.mark.exhaustive
-def test_copy_engines_give_the_same_results() -> None:
-    assert pool(3).run(_both_ways, torch.float32, 33) == [{"gathers": 6, "scatters": 4}] * 3
-
-
-def test_copy_engines_copy_half_types() -> None:
-    assert pool(2).run(_both_ways, torch.bfloat16, 7) == [{"gathers": 6, "scatters": 4}] * 2
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+    assert sent == {"gathers": 6, "scatters": 4}
 
 
 @on_ranks(2)
@@ -117,11 +108,12 @@ def test_the_explorer_finds_no_error() -> None:
             explore(program, 2, resident=3)
 
 
-def _more_than_a_slot(most: int) -> int:
-    """Check products with more rows than a slot holds and return the number of launches.
-
-    For all_reduce, the ranks do not divide the rows.
-    """
+@pytest.mark.parametrize(
+    ("most", "rounds"), [(2 * 5 * 4 * 5, 3 + 2 + 2), (2**30, 3)], ids=["5 rows of each owner per round", "one round"]
+)
+@on_ranks(2)
+def test_products_that_slots_cannot_hold_take_several_rounds(most: int, rounds: int) -> None:
+    """For all_reduce, the ranks do not divide the rows."""
     products, launched = FusedLinear(_memory()), []
     rank, world = products.memory.rank, products.memory.world
     weight, bias = integers(1, 5, 8), integers(2, 5)
@@ -136,41 +128,29 @@ def _more_than_a_slot(most: int) -> int:
         xs, residual = integers(5, world, 9 * world + 1, 8), integers(6, 9 * world + 1, 5)
         expected = xs.sum(0) @ weight.t() + bias + residual
         assert torch.equal(products.all_reduce(xs[rank], weight, bias, residual), expected)
-    return len(launched)
+    assert len(launched) == rounds
 
 
-def _too_large() -> list[str]:
-    """Return the errors of calls whose gathers, also those of backward, take more than the largest slot."""
-    products, messages = FusedLinear(_memory()), []
-    x, weight = torch.ones(8, 4), torch.ones(9, 4, requires_grad=True)
-    calls = [
-        lambda: products.all_gather(x, [weight], [None], None, False),
-        lambda: products.reduce_scatter(x, weight, None, None),
-        lambda: products.all_reduce(x, weight, None, None),
-    ]
+@on_ranks(2)
+def test_a_gather_that_slots_cannot_hold_is_refused_in_forward() -> None:
+    """That of backward too: unless it is not needed."""
+    products, x, weight = FusedLinear(_memory()), torch.ones(8, 4), torch.ones(9, 4, requires_grad=True)
+    gathering = (products.all_gather, [weight], [None], None, False)
+    calls = {
+        r"^all_gather_linear torch.float32 \[8, 4\]: x takes 128 bytes": gathering,
+        r"^linear_reduce_scatter torch.float32 \[8, 9\]: the gradient of this rank's rows takes 144 bytes": (
+            products.reduce_scatter, weight, None, None,
+        ),
+        r"^linear_all_reduce torch.float32 \[8, 9\]: the sum of a rank's rows takes 144 bytes": (
+            products.all_reduce, weight, None, None,
+        ),
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_collectives, "MOST_BYTES", 127)
-        for call in calls:
-            with pytest.raises(ValueError) as caught:
-                call()
-            messages.append(str(caught.value))
-        products.reduce_scatter(x, weight.detach(), None, None)  # whose backward pass is not needed
-    return messages
-
-
-def test_a_gather_that_slots_cannot_hold_is_refused_in_forward() -> None:
-    expected = [
-        "all_gather_linear torch.float32 [8, 4]: x takes 128 bytes",
-        "linear_reduce_scatter torch.float32 [8, 9]: the gradient of this rank's rows takes 144 bytes",
-        "linear_all_reduce torch.float32 [8, 9]: the sum of a rank's rows takes 144 bytes",
-    ]
-    for messages in pool(2).run(_too_large):
-        assert all(map(str.startswith, messages, expected)), messages
-
-
-def test_products_that_slots_cannot_hold_take_several_rounds() -> None:
-    assert pool(2).run(_more_than_a_slot, 2 * 5 * 4 * 5) == [3 + 2 + 2] * 2  # 5 rows of each owner per round
-    assert pool(2).run(_more_than_a_slot, 2**30) == [3] * 2
+        for message, (call, *arguments) in calls.items():
+            with pytest.raises(ValueError, match=message):
+                call(x, *arguments)
+        products.reduce_scatter(x, weight.detach(), None, None)
 
 
 class Stream:
@@ -260,6 +240,7 @@ PRODUCT, SCATTER = "all_gather_gemm_forward_kernel", "gemm_reduce_scatter_forwar
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(3)])
+@on_ranks("world")
 def test_driver_calls_of_a_gather(world: int) -> None:
     """There are 2 n - 1 calls between the two waits of the streams for n ranks, 15 at tp 8.
 
@@ -268,22 +249,23 @@ def test_driver_calls_of_a_gather(world: int) -> None:
     """
     signalled = ["guard", BEFORE, "engines:", "open_copies_kernel", *["copy", "word"] * (world - 1)]
     kept = ["guard", BEFORE, "engines:", "open_copies_kernel", *["copy"] * world, "close_copies_kernel", "current:"]
-    assert pool(world).run(_driver_calls, "1") == [[*signalled, "current:", PRODUCT, AFTER, "end"]] * world
-    copied = [*signalled, "copy", "current:", PRODUCT, AFTER, "mm", "end"]
-    assert pool(world).run(_driver_calls, "2") == [copied] * world
-    assert pool(world).run(_driver_calls, "backward") == [[*kept, SCATTER, AFTER, "mm", "end"]] * world
+    assert _driver_calls("1") == [*signalled, "current:", PRODUCT, AFTER, "end"]
+    assert _driver_calls("2") == [*signalled, "copy", "current:", PRODUCT, AFTER, "mm", "end"]
+    assert _driver_calls("backward") == [*kept, SCATTER, AFTER, "mm", "end"]
 
 
+@on_ranks(2)
 def test_driver_calls_of_a_scatter() -> None:
     """There are 3 n calls between the two waits of the streams for n ranks, 24 at tp 8."""
     opened, sent = [BEFORE, "engines:", "open_copies_kernel", "current:"], ["await_part_kernel", "copy", "word"]
     calls = ["guard", *opened, SCATTER, "engines:", *sent, "current:", "sum_parts_kernel", AFTER, "end"]
-    assert pool(2).run(_driver_calls, "scatter") == [calls] * 2
+    assert _driver_calls("scatter") == calls
 
 
+@on_ranks(2)
 def test_copies_are_waited_for_if_the_overlapped_product_fails() -> None:
-    for calls in pool(2).run(_driver_calls, "backward that fails"):
-        assert calls[:2] == ["guard", BEFORE] and calls[-1] == AFTER and SCATTER not in calls
+    calls = _driver_calls("backward that fails")
+    assert calls[:2] == ["guard", BEFORE] and calls[-1] == AFTER and SCATTER not in calls
 
 
 def test_copies_have_the_highest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
