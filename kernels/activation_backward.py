@@ -59,11 +59,11 @@ def activation_backward_kernel(
         if GATED:
             up = load_tile(up_ptr, m, first_n, M, N, stride_pm, stride_pn, BLOCK_M, BLOCK_N, False).to(tl.float32)
             p_up = rounded(grad * activate(gate, ACTIVATION, dtype), dtype)
-            store_tile(p_up, out_ptr, m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N)
+            store_tile(p_up, out_ptr, (m, N + first_n), (M, width), width)
             sums_up += p_up.to(tl.float32)
             grad *= up
         p = rounded(activation_gradient(grad, gate, ACTIVATION, dtype), dtype)
-        store_tile(p, out_ptr, m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N)
+        store_tile(p, out_ptr, (m, first_n), (M, N), width)
         sums += p.to(tl.float32)
     if sums_ptr is not None:
         offs = first_n + tl.arange(0, BLOCK_N)

@@ -98,8 +98,7 @@ def _multiply_chunk(
     chunk_ptr,  # [M, K] bf16, read
     w,  # made by `weight_matrix`, as is w_up
     w_up,
-    bias_ptr,
-    kept_ptr,  # the chunk's part of the pre-activation, or None
+    terms,  # of `store_result`
     out_ptr,  # [M, N] bf16, written
     first,
     workers,
@@ -108,7 +107,6 @@ def _multiply_chunk(
     K,
     stride_wn,
     stride_wk,
-    stride_bias,
     ACTIVATION: tl.constexpr,
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
@@ -132,10 +130,7 @@ def _multiply_chunk(
             if w_up is not None:
                 b_up = load_weight(w_up, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
                 up = dot(a, b_up, up)
-        store_result(
-            acc, up, bias_ptr, None, kept_ptr, out_ptr, first_m, first_n, M, N,
-            stride_bias, 0, 0, N, 1, ACTIVATION, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
-        )  # fmt: skip
+        store_result((acc, up), terms, out_ptr, (first_m, first_n), (M, N), ACTIVATION, EPILOGUE_PARTS)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -180,6 +175,7 @@ def all_gather_gemm_forward_kernel(
     w_up = (
         weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA) if GATED else None
     )
+    bias = (bias_ptr, stride_bias)
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         worker, workers = tl.program_id(0) - COPIERS, tl.num_programs(0) - COPIERS
@@ -200,12 +196,11 @@ def all_gather_gemm_forward_kernel(
                 if wait_signal(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there, trace_ptr, source):
                     since = now(trace_ptr)
                     chunk_ptr = x_ptr if step == 0 else gathered_ptr + source * M * K
-                    kept_ptr = None
-                    if preactivation_ptr is not None:
-                        kept_ptr = preactivation_ptr + source * M * (2 * N if GATED else N)
+                    kept = source * M * (2 * N if GATED else N)
+                    terms = (bias, (None, 0, 0), None if preactivation_ptr is None else preactivation_ptr + kept)
                     _multiply_chunk(
-                        chunk_ptr, w, w_up, bias_ptr, kept_ptr, out_ptr + source * M * N,
-                        first, workers, M, N, K, stride_wn, stride_wk, stride_bias,
+                        chunk_ptr, w, w_up, terms, out_ptr + source * M * N,
+                        first, workers, M, N, K, stride_wn, stride_wk,
                         ACTIVATION, K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_PARTS,
                     )  # fmt: skip
                     record(trace_ptr, COMPUTING, source, since)

@@ -102,13 +102,11 @@ def sum_parts_kernel(
         if wait_signal(words_ptr, epoch, abort_ptr, (sources < WORLD) & (sources != rank), trace_ptr, sources):
             since = now(trace_ptr)
             half_ptr = tl.multiple_of(tl.load(slots_ptr + rank).to(tl.pointer_type(dtype)), 16)
+            terms = ((bias_ptr, stride_bias), (residual_ptr, stride_rm, stride_rn), None)
             tiles_n = tl.cdiv(N, BLOCK_N)
             for index in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * tiles_n, tl.num_programs(0)):
-                sum_tile(
-                    None, half_ptr, bias_ptr, residual_ptr, out_ptr,
-                    index // tiles_n * BLOCK_M, index % tiles_n * BLOCK_N, rows, N, chunk, rank,
-                    stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                first = index // tiles_n * BLOCK_M, index % tiles_n * BLOCK_N
+                sum_tile(None, half_ptr, terms, out_ptr, first, (rows, N), chunk, rank, WORLD, BLOCK_M, BLOCK_N)
             record(trace_ptr, COMPUTING, rank, since)
             advance(state_ptr, epoch)
 

@@ -64,6 +64,7 @@ def gemm_forward_kernel(
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
     weight = matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
     weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA) if GATED else None
+    terms = ((bias_ptr, stride_bias), (residual_ptr, stride_rm, stride_rn), preactivation_ptr)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
@@ -80,16 +81,13 @@ def gemm_forward_kernel(
                 b_up = load_tile(weight_up, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA)
                 up = dot(a, b_up.T, up)
         if partials_ptr is None:
-            store_result(
-                acc, up, bias_ptr, residual_ptr, preactivation_ptr, out_ptr, first_m, first_n, M, N,
-                stride_bias, stride_rm, stride_rn, N, 1, ACTIVATION, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
-            )  # fmt: skip
+            store_result((acc, up), terms, out_ptr, (first_m, first_n), (M, N), ACTIVATION, EPILOGUE_PARTS)
         else:
             width = 2 * N if GATED else N
             part_ptr = partials_ptr + split.to(tl.int64) * M * width
-            store_tile(acc, part_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N)
+            store_tile(acc, part_ptr, (first_m, first_n), (M, N), width)
             if GATED:
-                store_tile(up, part_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N)
+                store_tile(up, part_ptr, (first_m, N + first_n), (M, width), width)
 
 
 def gemm_forward(

@@ -48,7 +48,7 @@ from torch import Tensor
 from tpfuse.kernels.checks import check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, slot
-from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
+from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_result, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.product_calls import ScatterPlan, check_scatter, own_rows, term_strides
@@ -119,21 +119,20 @@ def _partial_sums(
     half_ptr,
     source,
     rank,
-    first_m,
-    first_n,
-    M,
-    N,
+    first,
+    shape,
     chunk,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Return a rank's partial sums of a tile, those of this rank from `own` unless it is None."""
+    M, N = shape
     part_ptr = half_ptr + source * chunk * N
     if own is None:
-        return load_tile(part_ptr, first_m, first_n, M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
+        return load_tile(part_ptr, first[0], first[1], M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
     else:
         rows = tl.where(source == rank, 0, M)  # this rank's part of the half is not read
-        part = load_tile(part_ptr, first_m, first_n, rows, N, N, 1, BLOCK_M, BLOCK_N, False)
+        part = load_tile(part_ptr, first[0], first[1], rows, N, N, 1, BLOCK_M, BLOCK_N, False)
         return tl.where(source == rank, rounded(own, part.dtype), part).to(tl.float32)
 
 
@@ -141,30 +140,21 @@ def _partial_sums(
 def sum_tile(
     own,  # [BLOCK_M, BLOCK_N] float32: this rank's partial sums; or None: they are in the half like the others
     half_ptr,  # [WORLD, chunk, N] bf16, read
-    bias_ptr,
-    residual_ptr,
+    terms,  # of `store_result`
     out_ptr,
-    first_m,
-    first_n,
-    M,
-    N,
+    first,  # (row, column)
+    shape,  # (M, N)
     chunk,
     rank,
-    stride_bias,
-    stride_rm,
-    stride_rn,
     WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Add the partial sums of all ranks, rank 0 first, then bias and residual, and store the tile."""
-    total = _partial_sums(own, half_ptr, 0, rank, first_m, first_n, M, N, chunk, BLOCK_M, BLOCK_N)
+    total = _partial_sums(own, half_ptr, 0, rank, first, shape, chunk, BLOCK_M, BLOCK_N)
     for source in tl.static_range(1, WORLD):
-        total += _partial_sums(own, half_ptr, source, rank, first_m, first_n, M, N, chunk, BLOCK_M, BLOCK_N)
-    store_columns(
-        total, total, bias_ptr, residual_ptr, None, out_ptr, first_m, first_n, M, N,
-        stride_bias, stride_rm, stride_rn, N, 1, "none", BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+        total += _partial_sums(own, half_ptr, source, rank, first, shape, chunk, BLOCK_M, BLOCK_N)
+    store_result((total, total), terms, out_ptr, first, shape, "none", 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -228,9 +218,9 @@ def gemm_reduce_scatter_forward_kernel(
                     x, w, index, tiles_m, tiles_n, owner, chunk, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
                     K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                 )  # fmt: skip
-                parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+                parts = column_parts(acc, EPILOGUE_PARTS)
                 for part in tl.static_range(EPILOGUE_PARTS):
-                    store_tile(parts[part], part_ptr, first_m, first_n + part * WIDTH, rows, N, N, 1, BLOCK_M, WIDTH)
+                    store_tile(parts[part], part_ptr, (first_m, first_n + part * WIDTH), (rows, N), N)
             record(trace_ptr, COMPUTING, owner, since)
             if stored_ptr is not None:
                 _signal_copies(stored_ptr, owner, epoch, WORLD)
@@ -240,6 +230,7 @@ def gemm_reduce_scatter_forward_kernel(
             since = now(trace_ptr)
             exchanged = tl.full((), 0, tl.int32)  # then 1, or 2 after an abort
             half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
+            terms = ((bias_ptr, stride_bias), (residual_ptr, stride_rm, stride_rn), None)
             rows = min(max(M - rank * chunk, 0), chunk)
             tiles_m = tl.cdiv(rows, BLOCK_M)
             for index in range(first_tile(rank, most), tiles_m * tiles_n, programs):
@@ -252,11 +243,11 @@ def gemm_reduce_scatter_forward_kernel(
                     exchanged = _exchange(flags_ptr, abort_ptr, trace_ptr, epoch, rank, WORLD)
                     since = now(trace_ptr)
                 if exchanged == 1:
-                    parts = column_parts(acc, BLOCK_M, BLOCK_N, BLOCK_N // COLUMNS)
+                    parts = column_parts(acc, BLOCK_N // COLUMNS)
                     for part in tl.static_range(BLOCK_N // COLUMNS):
                         sum_tile(
-                            parts[part], half_ptr, bias_ptr, residual_ptr, out_ptr, first_m, first_n + part * COLUMNS,
-                            rows, N, chunk, rank, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, COLUMNS,
+                            parts[part], half_ptr, terms, out_ptr, (first_m, first_n + part * COLUMNS), (rows, N),
+                            chunk, rank, WORLD, BLOCK_M, COLUMNS,
                         )  # fmt: skip
             if exchanged == 0:  # without a tile
                 exchanged = _exchange(flags_ptr, abort_ptr, trace_ptr, epoch, rank, WORLD)

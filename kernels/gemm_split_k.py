@@ -14,6 +14,7 @@ from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
+from tpfuse.kernels.product_calls import term_strides
 
 # Blocks of the reduction in one part: with fewer, filling and draining the pipeline costs more than it gains.
 _LEAST_BLOCKS = 4
@@ -46,8 +47,6 @@ def sum_partials_kernel(
     stride_bias,
     stride_rm,
     stride_rn,
-    stride_om,
-    stride_on,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -64,10 +63,8 @@ def sum_partials_kernel(
         acc += load_tile(part_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N, False)
         if GATED:
             up += load_tile(part_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N, False)
-    store_result(
-        acc, up, bias_ptr, residual_ptr, preactivation_ptr, out_ptr, first_m, first_n, M, N,
-        stride_bias, stride_rm, stride_rn, stride_om, stride_on, ACTIVATION, BLOCK_M, BLOCK_N, 1,
-    )  # fmt: skip
+    terms = ((bias_ptr, stride_bias), (residual_ptr, stride_rm, stride_rn), preactivation_ptr)
+    store_result((acc, up), terms, out_ptr, (first_m, first_n), (M, N), ACTIVATION, 1)
 
 
 def sum_partials(
@@ -81,7 +78,7 @@ def sum_partials(
 ) -> None:
     """Set out to act(Σ partials + bias) + residual, the parts added in order; arguments as in `gemm_forward`.
 
-    partials: [splits, M, N] float32, contiguous; out: [M, N], any strides.
+    partials: [splits, M, N] float32; out: [M, N]; both contiguous.
     """
     m, n = out.shape
     assert partials.shape[1:] == (m, 2 * n if activation in GATED else n)
@@ -97,11 +94,7 @@ def sum_partials(
         splits=len(partials),
         M=m,
         N=n,
-        stride_bias=bias.stride(0) if bias is not None else 0,
-        stride_rm=residual.stride(0) if residual is not None else 0,
-        stride_rn=residual.stride(1) if residual is not None else 0,
-        stride_om=out.stride(0),
-        stride_on=out.stride(1),
         ACTIVATION=activation or "none",
+        **term_strides(bias, residual),
         **row.options,
     )

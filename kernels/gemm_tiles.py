@@ -66,111 +66,66 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    tile,
-    out_ptr,  # [rows, columns] any dtype, written
-    first_row,
-    first_column,
-    rows,
-    columns,
-    stride_row,
-    stride_column,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """Store the part of the tile that is inside the matrix, rounded to the matrix's dtype."""
-    offs_row = first_row + tl.arange(0, BLOCK_ROWS)
-    offs_column = first_column + tl.arange(0, BLOCK_COLUMNS)
-    offs = offs_row.to(tl.int64)[:, None] * stride_row + offs_column.to(tl.int64)[None, :] * stride_column
-    mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
+def store_tile(tile, out_ptr, first, shape, stride_row):
+    """Store the part of the tile that is inside the matrix, rounded to the matrix's dtype.
+
+    out_ptr: any dtype, written, columns adjacent; first: (row, column) where the tile starts; shape: (rows, columns).
+    """
+    offs_row = first[0] + tl.arange(0, tile.shape[0])
+    offs_column = first[1] + tl.arange(0, tile.shape[1])
+    offs = offs_row.to(tl.int64)[:, None] * stride_row + offs_column.to(tl.int64)[None, :]
+    mask = (offs_row < shape[0])[:, None] & (offs_column < shape[1])[None, :]
     tl.store(out_ptr + offs, rounded(tile, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_columns(
-    acc,
-    up,  # the second accumulator of a gated pair; not used otherwise
-    bias_ptr,
-    residual_ptr,
-    preactivation_ptr,
-    out_ptr,
-    first_m,
-    first_n,
-    M,
-    N,
-    stride_bias,
-    stride_rm,
-    stride_rn,
-    stride_om,
-    stride_on,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Do `store_result` for a tile whose epilogue fits in the registers."""
+def column_parts(x, PARTS: tl.constexpr):
+    """Return the tile x as 1, 2 or 4 tiles of equal width, from left to right."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+        return column_parts(left, PARTS // 2) + column_parts(right, PARTS // 2)
+
+
+@triton.jit
+def store_result(sums, terms, out_ptr, first, shape, ACTIVATION: tl.constexpr, EPILOGUE_PARTS: tl.constexpr):
+    """Store out = act(sums + bias) + residual of one tile, computed in float32, and the pre-activation where requested.
+
+    sums: (accumulator, the second one of a gated pair); the second is not used otherwise. terms: ((bias_ptr, stride),
+    (residual_ptr, stride of rows, of columns), preactivation_ptr), where each pointer may be None; with a gated
+    activation bias is [2 N] and the pre-activation [M, 2 N]. out_ptr: [M, N], contiguous, written, as is the
+    pre-activation. first: (row, column) where the tile starts; shape: (M, N). A wide tile is stored in EPILOGUE_PARTS,
+    so that the epilogue's operands need not be in registers beside the whole tile.
+    """
+    parts, parts_up = column_parts(sums[0], EPILOGUE_PARTS), column_parts(sums[1], EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        column = first[1] + part * (sums[0].shape[1] // EPILOGUE_PARTS)
+        _store_columns(parts[part], parts_up[part], terms, out_ptr, first[0], column, shape, ACTIVATION)
+
+
+@triton.jit
+def _store_columns(acc, up, terms, out_ptr, first_m, first_n, shape, ACTIVATION: tl.constexpr):
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    bias, residual, preactivation_ptr = terms
+    bias_ptr, stride_bias = bias
+    residual_ptr, stride_rm, stride_rn = residual
+    M, N = shape
     if bias_ptr is not None:
         acc += load_tile(bias_ptr, 0, first_n, 1, N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
         if GATED:
             up += load_tile(bias_ptr, 0, N + first_n, 1, 2 * N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
     if preactivation_ptr is not None:
         width = 2 * N if GATED else N
-        store_tile(acc, preactivation_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N)
+        store_tile(acc, preactivation_ptr, (first_m, first_n), (M, N), width)
         if GATED:
-            store_tile(up, preactivation_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N)
+            store_tile(up, preactivation_ptr, (first_m, N + first_n), (M, width), width)
     out = activate(acc, ACTIVATION, out_ptr.dtype.element_ty)
     if GATED:
         out *= up
     if residual_ptr is not None:
-        residual = load_tile(residual_ptr, first_m, first_n, M, N, stride_rm, stride_rn, BLOCK_M, BLOCK_N, False)
-        out += residual.to(tl.float32)
-    store_tile(out, out_ptr, first_m, first_n, M, N, stride_om, stride_on, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def column_parts(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """Return the tile x as 1, 2 or 4 tiles of equal width, from left to right."""
-    if PARTS == 1:
-        return (x,)
-    else:
-        left, right = tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        return column_parts(left, BLOCK_M, BLOCK_N // 2, PARTS // 2) + column_parts(
-            right, BLOCK_M, BLOCK_N // 2, PARTS // 2
-        )
-
-
-@triton.jit
-def store_result(
-    acc,
-    up,  # the second accumulator of a gated pair; not used otherwise
-    bias_ptr,
-    residual_ptr,
-    preactivation_ptr,
-    out_ptr,
-    first_m,
-    first_n,
-    M,
-    N,
-    stride_bias,
-    stride_rm,
-    stride_rn,
-    stride_om,
-    stride_on,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EPILOGUE_PARTS: tl.constexpr,
-):
-    """Store out = act(acc + bias) + residual of one tile, computed in float32, and the pre-activation where requested.
-
-    With a gated activation bias is [2 N] and the pre-activation [M, 2 N]. A wide tile is stored in EPILOGUE_PARTS, so
-    that the epilogue's operands need not be in registers beside the whole tile.
-    """
-    parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
-    parts_up = column_parts(up, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
-    for part in tl.static_range(EPILOGUE_PARTS):
-        store_columns(
-            parts[part], parts_up[part], bias_ptr, residual_ptr, preactivation_ptr, out_ptr,
-            first_m, first_n + part * (BLOCK_N // EPILOGUE_PARTS), M, N,
-            stride_bias, stride_rm, stride_rn, stride_om, stride_on, ACTIVATION, BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
-        )  # fmt: skip
+        beside = load_tile(residual_ptr, first_m, first_n, M, N, stride_rm, stride_rn, BLOCK_M, BLOCK_N, False)
+        out += beside.to(tl.float32)
+    store_tile(out, out_ptr, (first_m, first_n), (M, N), N)
