@@ -70,6 +70,27 @@ def _signal_copies(stored_ptr, owner, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
+def _destination(stored_ptr, slots_ptr, owner, epoch, rank, chunk, N, slot_bytes, dtype: tl.constexpr):
+    """Return where the tiles of an owner's rows are stored: in its slot, or in this rank's, whence engines copy them.
+
+    The second half of this rank's slot is for the other owners' rows.
+    """
+    if stored_ptr is None:
+        return slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N
+    else:
+        return slot(slots_ptr, rank, (owner != rank).to(tl.int32), slot_bytes, dtype) + owner * chunk * N
+
+
+@triton.jit
+def _tell(stored_ptr, flags_ptr, step, epoch, rank, WORLD: tl.constexpr):
+    """Signal after an owner's tiles: the copies to it, or the owner before, whose tiles have arrived by now."""
+    if stored_ptr is not None:
+        _signal_copies(stored_ptr, (rank + step) % WORLD, epoch, WORLD)
+    elif step > 1:
+        _signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)
+
+
+@triton.jit
 def _exchange(flags_ptr, abort_ptr, trace_ptr, epoch, rank, WORLD: tl.constexpr):
     """Signal the last of the other owners, and wait for the parts of the other ranks. Return 1, or 2 after an abort."""
     _signal(flags_ptr, (rank + WORLD - 1) % WORLD, epoch, rank, WORLD)
@@ -208,11 +229,7 @@ def gemm_reduce_scatter_forward_kernel(
             owner = (rank + step) % WORLD
             rows = min(max(M - owner * chunk, 0), chunk)
             tiles_m = tl.cdiv(rows, BLOCK_M)
-            if stored_ptr is None:
-                part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N
-            else:
-                half = (owner != rank).to(tl.int32)
-                part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chunk * N
+            part_ptr = _destination(stored_ptr, slots_ptr, owner, epoch, rank, chunk, N, slot_bytes, dtype)
             for index in range(first_tile(owner, most), tiles_m * tiles_n, programs):
                 acc, first_m, first_n = _product(
                     x, w, index, tiles_m, tiles_n, owner, chunk, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
@@ -222,10 +239,7 @@ def gemm_reduce_scatter_forward_kernel(
                 for part in tl.static_range(EPILOGUE_PARTS):
                     store_tile(parts[part], part_ptr, (first_m, first_n + part * WIDTH), (rows, N), N)
             record(trace_ptr, COMPUTING, owner, since)
-            if stored_ptr is not None:
-                _signal_copies(stored_ptr, owner, epoch, WORLD)
-            elif step > 1:
-                _signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)
+            _tell(stored_ptr, flags_ptr, step, epoch, rank, WORLD)
         if stored_ptr is None:
             since = now(trace_ptr)
             exchanged = tl.full((), 0, tl.int32)  # then 1, or 2 after an abort

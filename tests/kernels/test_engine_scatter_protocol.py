@@ -83,8 +83,8 @@ KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
 SIGNAL_COPIES = gemm_reduce_scatter._signal_copies
 AWAIT_PART, SUM = engine_scatter.await_part_kernel, engine_scatter.sum_parts_kernel
 WORDS = "stored_ptr + tl.program_id(0) * WORLD"
-STORED = "_signal_copies(stored_ptr, owner, epoch, WORLD)"
-PART = "part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chunk * N"
+TOLD = "_tell(stored_ptr, flags_ptr, step, epoch, rank, WORLD)"
+PART = "part_ptr = _destination(stored_ptr, slots_ptr, owner, epoch, rank, chunk, N, slot_bytes, dtype)"
 
 
 class TestEngineScatter(ProtocolSuite):
@@ -112,8 +112,8 @@ class TestEngineScatter(ProtocolSuite):
         Fault("copied before all have come", replace(engines.EngineScatter.open, OPEN, by="pass")),
         Fault(
             "signalled before it is stored",
-            replace(KERNEL, STORED, by="pass"),
-            replace(KERNEL, PART, by=f"{PART}\n{STORED}"),
+            replace(KERNEL, TOLD, by="pass"),
+            replace(KERNEL, PART, by=f"{PART}\n{TOLD}"),
         ),
         Fault("one word for all owners", replace(SIGNAL_COPIES, f"{WORDS} + owner", by=WORDS)),
         Fault("the sum takes any epoch", replace(SUM, "epoch", by="epoch - 1", call="wait_signal")),
@@ -122,7 +122,7 @@ class TestEngineScatter(ProtocolSuite):
             replace(SUM, "sources < WORLD", by="sources < WORLD - 1", call="wait_signal"),
         ),
         Fault("another rank's parts are summed", replace(SUM, "slots_ptr + rank", by="slots_ptr + (rank + 1) % WORLD")),
-        Fault("all parts in one half", replace(KERNEL, "owner != rank", by="owner < 0")),
+        Fault("all parts in one half", replace(gemm_reduce_scatter._destination, "owner != rank", by="owner < 0")),
     )
 
     def program(self, memory: SimulatedMemory) -> None:

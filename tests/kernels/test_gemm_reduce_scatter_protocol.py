@@ -52,10 +52,13 @@ def products(memory: SimulatedMemory, sizes: Sequence[tuple[int, int]]) -> None:
 SIGNAL = "_signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)"
 LAST_SIGNAL = "_signal(flags_ptr, (rank + WORLD - 1) % WORLD, epoch, rank, WORLD)"
 KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
-TELL = gemm_reduce_scatter._signal
+DESTINATION = gemm_reduce_scatter._destination
+TELL = gemm_reduce_scatter._tell
+SIGNAL_OWNER = gemm_reduce_scatter._signal
 EXCHANGE = gemm_reduce_scatter._exchange
 WORDS = "peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD"
-PART = "part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N"
+PART = "part_ptr = _destination(stored_ptr, slots_ptr, owner, epoch, rank, chunk, N, slot_bytes, dtype)"
+TOLD = "_tell(stored_ptr, flags_ptr, step, epoch, rank, WORLD)"
 HALF = "half_ptr = slot(slots_ptr, rank, {}, slot_bytes, dtype)"
 FIRST = "first_tile({}, most)"
 
@@ -68,33 +71,33 @@ class TestGemmReduceScatter(ProtocolSuite):
     needed = (gemm_reduce_scatter,)
     unneeded: ClassVar = {
         (gemm_reduce_scatter._signal_copies, "signal"): COPIES,
-        (gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel, "_signal_copies"): COPIES,
+        (TELL, "_signal_copies"): COPIES,
     }
     worlds = ((3, 2), (2, 2), (2, 1), (3, 1))  # two ranks have one other owner alone
     faults = (
         Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
         Fault("the epoch before will do", replace(EXCHANGE, "epoch", by="epoch - 1", call="wait_signal")),
-        Fault("the owner's word", replace(TELL, f"{WORDS} + rank", by=f"{WORDS} + owner")),
-        Fault("this rank's words alone", replace(TELL, "owner", by="rank", call="peer_pointer")),
-        Fault("one program signals for all", replace(TELL, "tl.program_id(0) * WORLD", by="0 * WORLD")),
+        Fault("the owner's word", replace(SIGNAL_OWNER, f"{WORDS} + rank", by=f"{WORDS} + owner")),
+        Fault("this rank's words alone", replace(SIGNAL_OWNER, "owner", by="rank", call="peer_pointer")),
+        Fault("one program signals for all", replace(SIGNAL_OWNER, "tl.program_id(0) * WORLD", by="0 * WORLD")),
         Fault(
             "another program is waited for",
             replace(EXCHANGE, "tl.program_id(0) * WORLD", by="(tl.num_programs(0) - 1 - tl.program_id(0)) * WORLD"),
         ),
         Fault(
             "signalled before it is stored",
-            replace(KERNEL, SIGNAL, by="pass"),
+            replace(TELL, SIGNAL, by="pass"),
             replace(EXCHANGE, LAST_SIGNAL, by="pass"),
             replace(KERNEL, PART, by=f"{PART}\n_signal(flags_ptr, owner, epoch, rank, WORLD)"),
         ),
-        Fault("signalled one owner too early", replace(KERNEL, "(rank + step - 1) % WORLD", by="owner")),
-        Fault("the first owner is not signalled", replace(KERNEL, "step > 1", by="step > 2")),
-        Fault("another rank's part", replace(KERNEL, "rank * chunk * N", by="owner * chunk * N")),
+        Fault("signalled one owner too early", replace(TELL, "(rank + step - 1) % WORLD", by="(rank + step) % WORLD")),
+        Fault("the first owner is not signalled", replace(TELL, "step > 1", by="step > 2")),
+        Fault("another rank's part", replace(DESTINATION, "rank * chunk * N", by="owner * chunk * N")),
         Fault("an owner is left out", replace(KERNEL, "OTHERS", by="OTHERS - 1", call="range")),
         Fault("the last owner is not signalled", replace(EXCHANGE, LAST_SIGNAL, by="pass")),
         Fault("this rank's part from memory", replace(gemm_reduce_scatter._partial_sums, "own is None", by="True")),
-        Fault("no signal without rows", replace(KERNEL, SIGNAL, by=f"if rows > 0:\n    {SIGNAL}")),
+        Fault("no signal without rows", replace(KERNEL, TOLD, by=f"if rows > 0:\n    {TOLD}")),
         Fault("one source too few", replace(EXCHANGE, "sources < WORLD", by="sources < WORLD - 1")),
         Fault("the half of the next epoch", replace(KERNEL, HALF.format("epoch"), by=HALF.format("epoch + 1"))),
         Fault(
