@@ -54,16 +54,17 @@ def activation_backward_kernel(
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     sums_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for m in range(part * part_size, min(part * part_size + part_size, M), BLOCK_M):
-        grad = load_tile(grad_ptr, m, first_n, M, N, stride_gm, stride_gn, BLOCK_M, BLOCK_N, False).to(tl.float32)
-        gate = load_tile(gate_ptr, m, first_n, M, N, stride_pm, stride_pn, BLOCK_M, BLOCK_N, False).to(tl.float32)
+        first = m, first_n
+        grad = load_tile(grad_ptr, first, (M, N), (stride_gm, stride_gn), (BLOCK_M, BLOCK_N), False).to(tl.float32)
+        gate = load_tile(gate_ptr, first, (M, N), (stride_pm, stride_pn), (BLOCK_M, BLOCK_N), False).to(tl.float32)
         if GATED:
-            up = load_tile(up_ptr, m, first_n, M, N, stride_pm, stride_pn, BLOCK_M, BLOCK_N, False).to(tl.float32)
+            up = load_tile(up_ptr, first, (M, N), (stride_pm, stride_pn), (BLOCK_M, BLOCK_N), False).to(tl.float32)
             p_up = rounded(grad * activate(gate, ACTIVATION, dtype), dtype)
             store_tile(p_up, out_ptr, (m, N + first_n), (M, width), width)
             sums_up += p_up.to(tl.float32)
             grad *= up
         p = rounded(activation_gradient(grad, gate, ACTIVATION, dtype), dtype)
-        store_tile(p, out_ptr, (m, first_n), (M, N), width)
+        store_tile(p, out_ptr, first, (M, N), width)
         sums += p.to(tl.float32)
     if sums_ptr is not None:
         offs = first_n + tl.arange(0, BLOCK_N)

@@ -124,7 +124,7 @@ def _multiply_chunk(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            a = load_tile(chunk_ptr, first_m, k, M, K, K, 1, BLOCK_M, BLOCK_K, False)
+            a = load_tile(chunk_ptr, (first_m, k), (M, K), (K, 1), (BLOCK_M, BLOCK_K), False)
             b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
             acc = dot(a, b, acc)
             if w_up is not None:

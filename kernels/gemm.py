@@ -74,11 +74,11 @@ def gemm_forward_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(split * split_size, min(split * split_size + split_size, K), BLOCK_K):
-            a = load_tile(x, first_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
-            b = load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA)
+            a = load_tile(x, (first_m, k), (M, K), (stride_xm, stride_xk), (BLOCK_M, BLOCK_K), TMA)
+            b = load_tile(weight, (first_n, k), (N, K), (stride_wn, stride_wk), (BLOCK_N, BLOCK_K), TMA)
             acc = dot(a, b.T, acc)
             if GATED:
-                b_up = load_tile(weight_up, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA)
+                b_up = load_tile(weight_up, (first_n, k), (N, K), (stride_wn, stride_wk), (BLOCK_N, BLOCK_K), TMA)
                 up = dot(a, b_up.T, up)
         if partials_ptr is None:
             store_result((acc, up), terms, out_ptr, (first_m, first_n), (M, N), ACTIVATION, EPILOGUE_PARTS)

@@ -128,7 +128,7 @@ def _product(
     first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = load_tile(x, owner * chunk + first_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
+        a = load_tile(x, (owner * chunk + first_m, k), (M, K), (stride_xm, stride_xk), (BLOCK_M, BLOCK_K), TMA)
         b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
         acc = dot(a, b, acc)
     return acc, first_m, first_n
@@ -147,13 +147,12 @@ def _partial_sums(
     BLOCK_N: tl.constexpr,
 ):
     """Return a rank's partial sums of a tile, those of this rank from `own` unless it is None."""
-    M, N = shape
-    part_ptr = half_ptr + source * chunk * N
+    part_ptr = half_ptr + source * chunk * shape[1]
     if own is None:
-        return load_tile(part_ptr, first[0], first[1], M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
+        return load_tile(part_ptr, first, shape, (shape[1], 1), (BLOCK_M, BLOCK_N), False).to(tl.float32)
     else:
-        rows = tl.where(source == rank, 0, M)  # this rank's part of the half is not read
-        part = load_tile(part_ptr, first[0], first[1], rows, N, N, 1, BLOCK_M, BLOCK_N, False)
+        rows = tl.where(source == rank, 0, shape[0])  # this rank's part of the half is not read
+        part = load_tile(part_ptr, first, (rows, shape[1]), (shape[1], 1), (BLOCK_M, BLOCK_N), False)
         return tl.where(source == rank, rounded(own, part.dtype), part).to(tl.float32)
 
 

@@ -60,9 +60,9 @@ def sum_partials_kernel(
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in range(splits):
         part_ptr = partials_ptr + tl.cast(split, tl.int64) * M * width
-        acc += load_tile(part_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N, False)
+        acc += load_tile(part_ptr, (first_m, first_n), (M, N), (width, 1), (BLOCK_M, BLOCK_N), False)
         if GATED:
-            up += load_tile(part_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N, False)
+            up += load_tile(part_ptr, (first_m, N + first_n), (M, width), (width, 1), (BLOCK_M, BLOCK_N), False)
     terms = ((bias_ptr, stride_bias), (residual_ptr, stride_rm, stride_rn), preactivation_ptr)
     store_result((acc, up), terms, out_ptr, (first_m, first_n), (M, N), ACTIVATION, 1)
 

@@ -42,26 +42,19 @@ def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COL
 
 
 @triton.jit
-def load_tile(
-    source,  # [rows, columns] any dtype, read: made by `matrix`
-    first_row,
-    first_column,
-    rows,
-    columns,
-    stride_row,
-    stride_column,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Load the tile that starts at (first_row, first_column), 0 outside the matrix."""
+def load_tile(source, first, shape, strides, blocks, TMA: tl.constexpr):
+    """Load the tile that starts at (row, column) `first`, 0 outside the matrix.
+
+    source: what `matrix` returns, of any dtype, read; strides: from row to row and from column to column; blocks: the
+    rows and columns of the tile, constants.
+    """
     if TMA:
-        return source.load([first_row, first_column])
+        return source.load([first[0], first[1]])
     else:
-        offs_row = first_row + tl.arange(0, BLOCK_ROWS)
-        offs_column = first_column + tl.arange(0, BLOCK_COLUMNS)
-        offs = offs_row.to(tl.int64)[:, None] * stride_row + offs_column.to(tl.int64)[None, :] * stride_column
-        mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
+        offs_row = first[0] + tl.arange(0, blocks[0])
+        offs_column = first[1] + tl.arange(0, blocks[1])
+        offs = offs_row.to(tl.int64)[:, None] * strides[0] + offs_column.to(tl.int64)[None, :] * strides[1]
+        mask = (offs_row < shape[0])[:, None] & (offs_column < shape[1])[None, :]
         return tl.load(source + offs, mask=mask, other=0.0)
 
 
@@ -101,31 +94,32 @@ def store_result(sums, terms, out_ptr, first, shape, ACTIVATION: tl.constexpr, E
     parts, parts_up = column_parts(sums[0], EPILOGUE_PARTS), column_parts(sums[1], EPILOGUE_PARTS)
     for part in tl.static_range(EPILOGUE_PARTS):
         column = first[1] + part * (sums[0].shape[1] // EPILOGUE_PARTS)
-        _store_columns(parts[part], parts_up[part], terms, out_ptr, first[0], column, shape, ACTIVATION)
+        _store_columns(parts[part], parts_up[part], terms, out_ptr, (first[0], column), shape, ACTIVATION)
 
 
 @triton.jit
-def _store_columns(acc, up, terms, out_ptr, first_m, first_n, shape, ACTIVATION: tl.constexpr):
+def _store_columns(acc, up, terms, out_ptr, first, shape, ACTIVATION: tl.constexpr):
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     bias, residual, preactivation_ptr = terms
-    bias_ptr, stride_bias = bias
+    bias_ptr, stride = bias
     residual_ptr, stride_rm, stride_rn = residual
+    first_m, first_n = first
     M, N = shape
     if bias_ptr is not None:
-        acc += load_tile(bias_ptr, 0, first_n, 1, N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
+        acc += load_tile(bias_ptr, (0, first_n), (1, N), (0, stride), (1, BLOCK_N), False).to(tl.float32)
         if GATED:
-            up += load_tile(bias_ptr, 0, N + first_n, 1, 2 * N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
+            up += load_tile(bias_ptr, (0, N + first_n), (1, 2 * N), (0, stride), (1, BLOCK_N), False).to(tl.float32)
     if preactivation_ptr is not None:
         width = 2 * N if GATED else N
-        store_tile(acc, preactivation_ptr, (first_m, first_n), (M, N), width)
+        store_tile(acc, preactivation_ptr, first, shape, width)
         if GATED:
             store_tile(up, preactivation_ptr, (first_m, N + first_n), (M, width), width)
     out = activate(acc, ACTIVATION, out_ptr.dtype.element_ty)
     if GATED:
         out *= up
     if residual_ptr is not None:
-        beside = load_tile(residual_ptr, first_m, first_n, M, N, stride_rm, stride_rn, BLOCK_M, BLOCK_N, False)
+        beside = load_tile(residual_ptr, first, shape, (stride_rm, stride_rn), (BLOCK_M, BLOCK_N), False)
         out += beside.to(tl.float32)
-    store_tile(out, out_ptr, (first_m, first_n), (M, N), N)
+    store_tile(out, out_ptr, first, shape, N)

@@ -46,9 +46,9 @@ def load_weight(
 ):
     """Load the tile [BLOCK_K, BLOCK_N] of Wᵀ that starts at (k, first_n), 0 outside."""
     if K_ADJACENT:
-        return load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA).T
+        return load_tile(weight, (first_n, k), (N, K), (stride_wn, stride_wk), (BLOCK_N, BLOCK_K), TMA).T
     else:
-        return load_tile(weight, k, first_n, K, N, stride_wk, stride_wn, BLOCK_K, BLOCK_N, TMA)
+        return load_tile(weight, (k, first_n), (K, N), (stride_wk, stride_wn), (BLOCK_K, BLOCK_N), TMA)
 
 
 def weight_layout(weight: Tensor, up: Tensor | None) -> tuple[bool, bool]:
