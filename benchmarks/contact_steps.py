@@ -27,6 +27,7 @@ from benchmarks.harness import OURS, Bench, BenchCase, measure, new_bench, prove
 from benchmarks.timing import Ceilings
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
+from tpfuse.kernels.interpreter import INTERPRETED
 from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.testing.compare import unwritten_memory_is_nan
 from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
@@ -505,7 +506,7 @@ def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
 
 def main() -> int:
     """Compare the first case of each of the named operators, for a sanitizer. Return 1 where one is wrong."""
-    wrong, device = 0, torch.device("cpu" if launch.INTERPRETED else "cuda")
+    wrong, device = 0, torch.device("cpu" if INTERPRETED else "cuda")
     for operator in sys.argv[1:]:
         name, work = next(iter(verify.comparisons(operator, device).items()))
         comparison = work("bfloat16")

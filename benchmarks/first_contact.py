@@ -35,7 +35,7 @@ from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
 from benchmarks.figures import FIGURES, figures_table
 from benchmarks.harness import OURS, Parser, results, table, unable
 from tpfuse.comm.host import replace_file
-from tpfuse.kernels.launch import interpreter_problem
+from tpfuse.kernels.interpreter import interpreter_problem
 from tpfuse.tools import operators as cases
 
 SHORT = ("speed_124m", "epilogues", "gather_scatter")  # the steps that a GPU of some minutes runs first

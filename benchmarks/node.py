@@ -38,7 +38,7 @@ from benchmarks.timing import Candidate, RankClock, Timing, alternate, peak_byte
 from tpfuse.choices import Implementation
 from tpfuse.comm.comparison import error_bound
 from tpfuse.comm.dispatch import symmetric_memory
-from tpfuse.kernels.launch import INTERPRETED
+from tpfuse.kernels.interpreter import INTERPRETED
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.dispatch import FUSED, parallel_linear
 from tpfuse.ops.linear.fused import FusedLinear

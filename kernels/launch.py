@@ -10,48 +10,21 @@ configuration, grid and all arguments but pointers. A later call then only alloc
 Operators check their arguments in the same way.
 
 While a trace is being taken (`tpfuse.kernels.trace`), each launch that may wait for peers gets memory for its events.
-
-Triton decides whether it interprets when a kernel is decorated: TRITON_INTERPRET=1 must be set before these modules are
-imported, and applies to the whole process.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
-import numpy as np
 import torch
-import triton
 from torch import Tensor
 from torch.nn import Parameter
 
 from tpfuse.kernels import compiled_launch
-
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-
-
-def interpreter_problem(triton_version: str = triton.__version__, numpy_version: str = np.__version__) -> str:
-    """Return one line that says why this Triton cannot interpret kernels with this numpy; empty where it can."""
-    ours, numpy = (tuple(int(x) for x in version.split(".")[:2]) for version in (triton_version, numpy_version))
-    if ours >= (3, 7) or numpy < (2, 4):
-        return ""
-    return (
-        f"Triton {triton_version} interprets kernels with numpy < 2.4 only, and this is numpy {numpy_version}: "
-        "pip install 'numpy<2.4', or Triton 3.7"
-    )
-
-
-if INTERPRETED:
-    if interpreter_problem():
-        raise ImportError(interpreter_problem())  # once, in the module that every launcher imports
-    from triton.runtime.interpreter import interpreter_builder
-
-    # Its checks of integers for overflow take a third of its time, and it drops their results without `debug`.
-    if not interpreter_builder.options.debug:
-        interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+from tpfuse.kernels.interpreter import INTERPRETED
 
 # Multiprocessors of A100, H100 and B200, for launches that are recorded without a GPU (NVIDIA's whitepapers).
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
@@ -116,10 +89,9 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 def recording(family: str) -> Iterator[Recording]:
     """Collect launches on meta tensors as a GPU of `family` (one of FAMILIES) would get them."""
     assert family in FAMILIES, family
-    token = _recording.set(Recording(family))
+    current = Recording(family)
+    token = _recording.set(current)
     try:
-        current = _recording.get()
-        assert current is not None
         yield current
     finally:
         _recording.reset(token)

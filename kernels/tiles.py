@@ -8,7 +8,7 @@ integer arithmetic; when compiled, the same is one instruction.
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.launch import INTERPRETED as _INTERPRETED
+from tpfuse.kernels.interpreter import INTERPRETED as _INTERPRETED
 
 INTERPRETED: tl.constexpr = tl.constexpr(_INTERPRETED)
 

@@ -35,7 +35,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from tpfuse.kernels.launch import INTERPRETED, start_trace, stop_trace
+from tpfuse.kernels.interpreter import INTERPRETED
+from tpfuse.kernels.launch import start_trace, stop_trace
 
 WAITING: tl.constexpr = tl.constexpr(0)
 COPYING: tl.constexpr = tl.constexpr(1)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.choices import Implementation, Kernels
-from tpfuse.kernels.launch import INTERPRETED as INTERPRETED
+from tpfuse.kernels.interpreter import INTERPRETED as INTERPRETED
 from tpfuse.kernels.launch import forget_plans
 
 _implementation: Implementation = "auto"

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.launch import Reservation, family, interpreter_problem, launch, multiprocessors, recording
+from tpfuse.kernels.interpreter import interpreter_problem
+from tpfuse.kernels.launch import Reservation, family, launch, multiprocessors, recording
 
 
 @triton.jit

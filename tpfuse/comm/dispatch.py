@@ -20,7 +20,7 @@ from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.kernels.launch import INTERPRETED
+from tpfuse.kernels.interpreter import INTERPRETED
 from tpfuse.switches import chosen_implementation, chosen_kernels
 
 _T = TypeVar("_T")

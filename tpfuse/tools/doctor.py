@@ -32,7 +32,8 @@ from tpfuse.comm.dispatch import choice_for
 from tpfuse.comm.limits import core_time, openmp_threads, set_threads
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.errors import UserError
-from tpfuse.kernels.launch import INTERPRETED, family, interpreter_problem
+from tpfuse.kernels.interpreter import INTERPRETED, interpreter_problem
+from tpfuse.kernels.launch import family
 from tpfuse.switches import chosen_implementation, chosen_kernels, resolved_kernels
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.assembler import ptxas

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.kernels.launch import INTERPRETED
+from tpfuse.kernels.interpreter import INTERPRETED
 from tpfuse.testing.one_process import OneProcess, OneProcessMemory
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, RankProgram, Sizes, load
 

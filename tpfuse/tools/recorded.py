@@ -18,6 +18,7 @@ from triton.runtime.jit import create_function_from_signature
 from tpfuse.explore.ptx import launches
 from tpfuse.kernels import launch
 from tpfuse.kernels.configurations import TABLE, Configuration, override, read_table
+from tpfuse.kernels.interpreter import INTERPRETED
 from tpfuse.kernels.launch import Launch
 from tpfuse.tools import operators as cases
 
@@ -93,7 +94,7 @@ def record(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[s
 
     Only one family has float16 if bfloat16 is asked for too (`_pairs`). This process must not interpret kernels.
     """
-    assert not launch.INTERPRETED, "kernels are interpreted in this process"
+    assert not INTERPRETED, "kernels are interpreted in this process"
     jobs: dict[tuple[object, ...], Job] = {}
     errors = []
     rows = read_table(TABLE)

@@ -28,6 +28,7 @@ from tpfuse.checkpoint.durable import replace_file
 from tpfuse.errors import UserError, check_at_least, refusing
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration, override, read_table, rows_of
+from tpfuse.kernels.interpreter import INTERPRETED
 from tpfuse.tools.compilation import compile_jobs
 from tpfuse.tools.gate import violations
 from tpfuse.tools.operator import Trial
@@ -194,7 +195,7 @@ def run(operators: Sequence[str], out: Path | None, minutes: float | None) -> in
     check_at_least({"minutes": (minutes, 0)})
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA GPU here to measure on")
-    if launch.INTERPRETED:
+    if INTERPRETED:
         raise UserError("TRITON_INTERPRET=1 is set: kernels would be interpreted, not run")
     out = out or configurations.TABLE
     if not os.access(out.parent, os.W_OK):

@@ -27,7 +27,7 @@ from tpfuse.comm.comparison import error_bound
 from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.errors import RunError, UserError
-from tpfuse.kernels import launch
+from tpfuse.kernels.interpreter import INTERPRETED, interpreter_problem
 from tpfuse.switches import use
 from tpfuse.testing.compare import Expected, check_kind, evaluate, largest_error, unwritten_memory_is_nan
 from tpfuse.testing.inputs import normal
@@ -167,7 +167,7 @@ def _show_progress(text: str) -> None:
 
 def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
     """Run `compare_here` in a Python process that interprets kernels. Raise RunError if that fails."""
-    if problem := launch.interpreter_problem():
+    if problem := interpreter_problem():
         raise RunError(problem)
     done = subprocess.run(
         [sys.executable, "-m", "tpfuse", "verify", "--json", "--operators", *operators],
@@ -220,7 +220,7 @@ def verify(operators: Sequence[str]) -> Verification:
     """
     operators = chosen(operators)
     gpu = torch.cuda.is_available()
-    comparisons, training = (compare_here if gpu or launch.INTERPRETED else compare_in_subprocess)(operators)
+    comparisons, training = (compare_here if gpu or INTERPRETED else compare_in_subprocess)(operators)
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
     return Verification(doctor.examine(doctor.Machine()), device, comparisons, training)
 
