@@ -14,8 +14,8 @@ from tests.support.decoders import FAMILIES, OTHERS, decoder, exact
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive, pairwise
 from tpfuse.comm.layout import gather_whole
-from tpfuse.drop_in.converted import rms_norm_terms
 from tpfuse.drop_in.parallelize import parallelize
+from tpfuse.drop_in.replicated import rms_norm_terms
 from tpfuse.layers.explain import plans
 from tpfuse.ops.rms_norm import rms_norm
 from tpfuse.testing.compare import check_error
@@ -167,7 +167,7 @@ def test_norms_run_as_one_operator() -> None:
     x = normal(1, 2, 3, 48, dtype=torch.bfloat16)
     module, own = model.model.norm, decoder("gemma", torch.bfloat16).model.norm
     for dtype in (torch.bfloat16, torch.float32):  # a float32 input of a bfloat16 norm: transformers decides
-        with mock.patch("tpfuse.drop_in.converted.rms_norm", wraps=rms_norm) as operator:
+        with mock.patch("tpfuse.drop_in.replicated.rms_norm", wraps=rms_norm) as operator:
             found, expected = module.forward(x.to(dtype)), own(x.to(dtype))
         assert operator.call_count == (dtype == torch.bfloat16)
         assert found.dtype == expected.dtype

@@ -1,39 +1,22 @@
-"""Modules that were converted in place: the same object, with a parallel class and with DTensor parameters.
+"""Layers of torch.nn and of transformers on a mesh: the classes that `tpfuse.drop_in.conversion.convert` gives them."""
 
-A module is converted by changing its class, as `fully_shard` does. So its hooks, its names, its place in the model and
-all references to it stay as they are, and `restore_module` can undo it. A converted nn.Linear is still an nn.Linear.
-
-Parameters become DTensors on the mesh under their names, in their order, and with their Python attributes. A parameter
-that two modules share is converted once and shared again. Weights that pack matrices one after another are kept as
-[parts, rows, ...], so that each matrix is sharded by itself; `state_dict` and `load_state_dict` speak of the whole
-tensor in its original shape.
-"""
-
-import contextlib
-import copy
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.nn import Parameter
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.layout import from_local, gather_whole, has_values, is_sharded, local_tensor
-from tpfuse.comm.mesh import check_order, rank_and_size
+from tpfuse.comm.layout import gather_whole, local_tensor
+from tpfuse.comm.mesh import rank_and_size
+from tpfuse.drop_in.conversion import Original
+from tpfuse.drop_in.shards import as_dtensor, as_local, pad_sequence, shard_as_dtensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
-from tpfuse.layers.local_parameter import Borrowed, local
+from tpfuse.layers.local_parameter import local
 from tpfuse.layers.on_mesh import OnMesh
 from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.rms_norm import RMSNorm
@@ -46,211 +29,9 @@ from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.ops.rms_norm import rms_norm
 
 _STATE = "state_dict of packed projections, which all ranks of the model call"
 Ranges = tuple[tuple[int, int], ...]
-
-
-@dataclass
-class Original:
-    """A module as it was before its conversion, for `restore_module`."""
-
-    kind: type[nn.Module]
-    shapes: dict[str, torch.Size] = field(default_factory=dict)  # the whole shapes of its parameters
-    replaced: dict[str, Any] = field(default_factory=dict)  # the attributes that were replaced, with their values
-    added: set[str] = field(default_factory=set)
-    # (the module's dictionary, the key) of each hook that was registered, and of the hook's options
-    hooks: list[tuple[str, int]] = field(default_factory=list)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # In another process torch would give these keys to other hooks of the module.
-        RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for _, key in self.hooks)])
-
-
-# Converted parameter -> (its DTensor, write counts of both at that time), since modules may share parameters.
-# What `parallelize` adds is forgotten at its end, since a caller may still hold the old parameters and use them again.
-# With torch's `parallelize_module`, whose end we do not see, a write to one of the two ends what they have in common.
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def shard_parameter(
-    parameter: Parameter, mesh: DeviceMesh, dim: int | None, shape: Sequence[int] | None, source: int | None
-) -> Parameter:
-    """Return `parameter` as a DTensor, sharded along dimension `dim` of `shape` or (None) replicated over `mesh`.
-
-    shape: the shape to view the parameter in first, None for its own. source: the rank of the mesh whose values count;
-    None for each rank's own. If the parameter was converted before, its DTensor is returned again.
-
-    Raise ValueError if it was converted to another layout.
-    """
-    placement = Replicate() if dim is None else Shard(dim)
-    shape = parameter.shape if shape is None else torch.Size(shape)
-    known, written = _replaced.get(parameter, (None, ()))  # type: ignore[no-untyped-call]
-    if known is not None and known.device_mesh == mesh and written == _writes(parameter, known):
-        if known.shape != shape or known.placements != (placement,):
-            raise ValueError(
-                f"it shares a parameter that is {tuple(known.shape)} with {known.placements}: expected"
-                f" {tuple(shape)} with {(placement,)}"
-            )
-        return cast(Parameter, known)
-    whole = parameter.detach().reshape(shape)
-    tensor: Tensor = distribute_tensor(whole, mesh, [placement], src_data_rank=source if has_values(whole) else None)
-    if local_tensor(tensor).untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
-        tensor = tensor.clone()  # otherwise the shard would keep the whole parameter in memory
-    new = Parameter(tensor, requires_grad=parameter.requires_grad)
-    new.__dict__.update(parameter.__dict__)
-    _replaced[parameter] = new, _writes(parameter, new)
-    return new
-
-
-def _writes(*tensors: Tensor) -> list[int]:
-    """Return autograd's counts of writes to tensors, of which a DTensor and its local tensor count apart."""
-    counted = [x for tensor in tensors for x in (tensor, local_tensor(tensor))]
-    return [0 if x.is_inference() else x._version for x in counted]
-
-
-def convert(
-    module: nn.Module,
-    kind: type[nn.Module],
-    mesh: DeviceMesh,
-    layouts: Mapping[str, tuple[int | None, Sequence[int] | None]],
-    source: int | None,
-    **attributes: Any,
-) -> None:
-    """Make `module` a `kind` with these attributes. layouts: (dim, shape) of each parameter for `shard_parameter`.
-
-    Raise ValueError as `check_order` and `shard_parameter` do, and for a forward that is set on the module, unless
-    `attributes` replace it; the module is then as it was.
-    """
-    check_order(mesh)
-    if "forward" in module.__dict__ and "forward" not in attributes:
-        raise ValueError("its forward is set on the module: expected that of its class, or a plan without the module")
-    new = {
-        name: shard_parameter(parameter, mesh, *layouts[name], source)
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
-    original = _original_of(module)
-    original.shapes = {name: module._parameters[name].shape for name in new}  # type: ignore[union-attr]
-    module.__dict__.update(attributes, device_mesh=mesh)
-    module._parameters.update(new)
-    module.__class__ = kind
-
-
-def _original_of(module: nn.Module) -> Original:
-    known: Original = module.__dict__.setdefault("unconverted", Original(type(module)))
-    return known
-
-
-@contextlib.contextmanager
-def recorded(model: nn.Module) -> Iterator[None]:
-    """Record which attributes and hooks of a model's modules the block replaces and adds, for `restore_module`."""
-    before = {module: dict(module.__dict__) for module in model.modules()}
-    hooks = {
-        module: {name: set(x) for name, x in attributes.items() if "_hooks" in name and isinstance(x, dict)}
-        for module, attributes in before.items()
-    }
-    _replaced.clear()
-    try:
-        yield
-    finally:
-        _replaced.clear()
-        for module, attributes in before.items():
-            now = module.__dict__
-            added = now.keys() - attributes.keys() - {"unconverted"}
-            replaced = {name: x for name, x in attributes.items() if now[name] is not x}
-            new = [(name, key) for name, keys in hooks[module].items() for key in now[name] if key not in keys]
-            if added or replaced or new:
-                original = _original_of(module)
-                original.added, original.replaced, original.hooks = added, replaced, new
-
-
-@contextlib.contextmanager
-def undone_on_error(model: nn.Module, outlined: nn.Module) -> Iterator[None]:
-    """Make a model again what it was if the block, which converts and fills it, fails. Until then it stays in memory.
-
-    outlined: its outline after the conversion, or the model itself if nothing is converted. What it shows as plain
-    tensors is filled in place, and copied before. Nothing is communicated: ranks may have come to different parameters.
-    """
-    converted = {name for name, x in outlined.named_parameters(remove_duplicate=False) if isinstance(x, DTensor)}
-    held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    named = [*model.named_parameters(), *model.named_buffers()]
-    values = [(x, x.detach().clone()) for name, x in named if name not in converted]
-    try:
-        yield
-    except Exception:
-        for module, parameters, buffers in held:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-            restore_module(module, {})
-        for x, before in values:
-            x.detach().copy_(before)
-        raise
-
-
-def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the module has, or had before its conversion."""
-    known: Original | None = module.__dict__.get("unconverted")
-    return type(module) if known is None else known.kind
-
-
-def outline(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module and of its children that has their attributes and hooks, but no values.
-
-    A style can be tried on it: parameters and buffers are on the meta device. memo: the copies made so far, by the id
-    of what they copy, so that what is shared stays shared.
-    """
-    known: nn.Module | None = memo.get(id(module))
-    if known is not None:
-        return known
-    copied = memo[id(module)] = module.__class__.__new__(module.__class__)
-    for name, value in module.__dict__.items():
-        copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    for tensors in (copied._parameters, copied._buffers):
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            if id(tensor) not in memo:
-                empty = torch.empty_like(tensor, device="meta") if not isinstance(tensor, DTensor) else tensor
-                if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor):
-                    empty = Parameter(empty, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = empty
-            tensors[name] = memo[id(tensor)]
-    for name, child in copied._modules.items():
-        copied._modules[name] = None if child is None else outline(child, memo)
-    return copied
-
-
-@torch.no_grad()
-def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
-    """Make a module again what it was, with whole parameters. The call is a collective of its mesh: its ranks have met.
-
-    A module that a style of torch converted has no `Original` but the hooks in it; its parameters become whole too.
-
-    memo: the parameters restored so far, by the id of their DTensor, so that shared parameters stay shared.
-    """
-    original: Original = module.__dict__.pop("unconverted", None) or Original(type(module))
-    parameters: dict[str, Any] = module._parameters
-    for name, parameter in list(parameters.items()):
-        if isinstance(parameter, DTensor):
-            if id(parameter) not in memo:
-                whole = gather_whole(parameter).reshape(original.shapes.get(name, parameter.shape))
-                memo[id(parameter)] = Parameter(whole, requires_grad=parameter.requires_grad)
-                attributes = {key: x for key, x in parameter.__dict__.items() if not isinstance(x, Borrowed)}
-                memo[id(parameter)].__dict__.update(attributes)
-            parameters[name] = memo[id(parameter)]
-    for parameter in module.parameters(recurse=False):
-        parameter.__dict__.pop("seen_part", None)  # what `tpfuse.explain` warns of is over
-    for name, buffer in module._buffers.items():
-        if isinstance(buffer, DTensor):  # torch's styles replicate buffers
-            module._buffers[name] = gather_whole(buffer)
-    for name, key in original.hooks:
-        module.__dict__[name].pop(key, None)
-    for name in (*original.added, "looked_at"):
-        module.__dict__.pop(name, None)
-    module.__dict__.update(original.replaced)
-    module.__class__ = original.kind
 
 
 class Converted(OnMesh):
@@ -382,7 +163,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
         if self.use_local_output:
             return out
         dim = None if self.gather_output else out.ndim - 1
-        return _as_dtensor(out, self.device_mesh, dim, (*out.shape[:-1], self.out_features))
+        return as_dtensor(out, self.device_mesh, dim, (*out.shape[:-1], self.out_features))
 
 
 class ConvertedRowLinear(Converted, RowParallelLinear):
@@ -412,7 +193,7 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
         if self.output_dim is None or group is None:
             out = linear_all_reduce(x, weight, bias, group, residual=residual)
             dim = None if self.output_dim is None else self.output_dim % out.ndim
-            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, dim, out.shape)
+            return out if self.use_local_output else as_dtensor(out, self.device_mesh, dim, out.shape)
         length = x.shape[self.output_dim]
         rows = pad_sequence(sequence_first(x, self.output_dim), 0, ranks)
         if residual is not None:
@@ -437,7 +218,7 @@ class ConvertedEmbedding(Converted, VocabParallelEmbedding):
         input, _ = as_local(input, None, self.device_mesh)
         if not self.sequence_parallel:
             out = super().forward(input)
-            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, None, out.shape)
+            return out if self.use_local_output else as_dtensor(out, self.device_mesh, None, out.shape)
         if not -input.ndim - 1 <= self.sequence_dim < input.ndim:
             raise ValueError(
                 f"{self.called}: ids of shape {tuple(input.shape)} have no dimension {self.sequence_dim}, along which"
@@ -491,100 +272,6 @@ def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> N
 register_module_module_registration_hook(cast(Any, _refuse_adapters))
 
 
-class ReplicatedModule(Converted):
-    """A module with any forward, whose own parameters are DTensors that every rank holds whole, or those of its heads.
-
-    During forward the module has plain tensors instead, and so have its children of this class, whose parameters it may
-    read without calling them. sum_gradients: each rank computes a part of the gradients, for its tokens or its heads,
-    and they are summed. The class of an instance is made of this one and of the module's own by `combined_class`.
-    """
-
-    sum_gradients: bool
-
-    def explained(self, name: str) -> LayerPlan:
-        shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
-        own = next((x for x in self._parameters.values() if isinstance(x, DTensor)), None)  # type: ignore[attr-defined]
-        part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
-        computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
-        reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else 'has those of its heads'}"
-        kind, held = self.unconverted.kind.__name__, "replicated" if part == shape else "sharded"
-        return LayerPlan(name, kind, shape, part, "its own forward", held, reason)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._plain_parameters():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def _plain_parameters(self) -> Iterator[None]:
-        held: list[tuple[dict[str, Any], dict[str, DTensor]]] = []
-        for module in self.modules():  # type: ignore[attr-defined]
-            if not isinstance(module, ReplicatedModule) or (module.sum_gradients and module is not self):
-                continue
-            parameters: dict[str, Any] = module._parameters  # type: ignore[attr-defined]
-            sharded = {name: x for name, x in parameters.items() if isinstance(x, DTensor)}
-            group = self.group if self.sum_gradients else None
-            parameters.update({name: replicate(local(x), group) for name, x in sharded.items()})
-            held.append((parameters, sharded))
-        try:
-            yield
-        finally:
-            for parameters, sharded in held:
-                parameters.update(sharded)
-
-
-def run_with_plain_parameters(module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what `own` does, a forward that was set on the module, which is a ReplicatedModule."""
-    with module._plain_parameters():
-        return own(*args, **kwargs)
-
-
-class ReplicatedRMSNorm(ReplicatedModule):
-    """A root-mean-square norm of the model's own class, such as LlamaRMSNorm, computed by one operator.
-
-    It is x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension; terms: (offset, eps). For a weight of
-    another dtype than x the module's own forward runs, and decides on the dtype of the result.
-    """
-
-    weight: Tensor
-    terms: tuple[float, float]
-
-    def explained(self, name: str) -> LayerPlan:
-        return dataclasses.replace(super().explained(name), operator="rms_norm")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the norm of the input [..., C], its only argument, in its shape and dtype."""
-        (x, *others), weight, (offset, eps) = (*args, *kwargs.values()), local(self.weight), self.terms
-        if others or x.dtype != weight.dtype:
-            return super().forward(*args, **kwargs)
-        if offset:
-            weight = offset + (weight if weight.dtype == torch.float64 else weight.float())
-        return rms_norm(x, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)
-
-
-@torch.no_grad()
-def rms_norm_terms(module: nn.Module) -> tuple[float, float] | None:
-    """Return (offset, eps) if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
-
-    The module's own forward is tried with another weight of the same size. Gemma's norms have the offset 1, others 0.
-    """
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = module._parameters.get("weight")
-    alone = weight is not None and weight.ndim == 1 and len(list(module.parameters())) == 1
-    if not alone or not isinstance(eps, float) or not type(module).__name__.endswith("RMSNorm"):
-        return None
-    assert weight is not None
-    trial, other = outline(module, {}), torch.linspace(0.5, 1.5, len(weight), device="cpu")
-    trial._parameters["weight"] = Parameter(other)
-    x = torch.linspace(-3, 2, 2 * len(weight), device="cpu").view(1, 2, -1)
-    scaled = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    try:
-        found = type(module).forward(trial, x)
-        offsets = [offset for offset in (0.0, 1.0) if torch.allclose(found, scaled * (offset + other))]
-    except Exception:  # a forward with other arguments, or one that needs more than these attributes
-        return None
-    return (offsets[0], eps) if offsets else None
-
-
 _combined: dict[tuple[type, type], type[nn.Module]] = {}
 
 
@@ -600,61 +287,3 @@ def combined_class(first: type, second: type) -> type[nn.Module]:
 def _empty(first: type[nn.Module], second: type[nn.Module]) -> nn.Module:
     made = combined_class(first, second)
     return made.__new__(made)
-
-
-def as_local(x: Tensor, dim: int | None, mesh: DeviceMesh | None) -> tuple[Tensor, bool]:
-    """Return (this rank's plain tensor of x, whether its gradient may be a part of the sum over the ranks).
-
-    dim: the dimension along which a shard is wanted, None for a whole tensor. A plain x is taken to be that already; a
-    DTensor is redistributed. A shard of a length that the ranks do not divide is padded.
-    """
-    if not isinstance(x, DTensor):
-        return x, False
-    if dim is None:
-        whole = x.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()]), True
-    dim %= x.ndim
-    ranks = x.device_mesh.size()
-    share = -(-x.shape[dim] // ranks)
-    part = x.redistribute(placements=[Shard(dim)]).to_local()
-    return _padded(part, dim, share - part.shape[dim]), False
-
-
-def _as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int | None, shape: Sequence[int]) -> Tensor:
-    return from_local(x.contiguous(), mesh, dim, torch.Size(shape))
-
-
-def shard_as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int, length: int) -> Tensor:
-    """Return the DTensor of `length` entries along `dim` of which x is this rank's padded shard."""
-    assert mesh is not None
-    dim %= x.ndim
-    start = mesh.get_local_rank() * x.shape[dim]
-    x = x.narrow(dim, 0, max(0, min(x.shape[dim], length - start)))
-    return _as_dtensor(x, mesh, dim, (*x.shape[:dim], length, *x.shape[dim + 1 :]))
-
-
-def pad_sequence(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """Return x with zeros appended along `dim`, up to a multiple of the number of ranks."""
-    return _padded(x, dim, -x.shape[dim] % ranks)
-
-
-def _padded(x: Tensor, dim: int, zeros: int) -> Tensor:
-    if statically_known_true(zeros == 0):  # of a length that torch.compile does not know, one graph pads none or some
-        return x
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, zeros))
-
-
-def gather_sequence(x: Tensor, dim: int, group: Any, length: int | None) -> Tensor:
-    """Return the whole sequences of which x is this rank's padded shard along `dim`; `length`: without the padding.
-
-    All ranks compute the same from the result: in backward each keeps its own part of the gradient. It is contiguous,
-    as the whole model's activations are: a module that is left alone may view them in another shape.
-    """
-    out = gather_last(x.movedim(dim, -1), group).movedim(-1, dim)
-    return (out if length is None else out.narrow(dim, 0, length)).contiguous()
-
-
-def split_sequence(x: Tensor, dim: int, group: Any) -> Tensor:
-    """Return this rank's padded shard along `dim` of x, which is equal on all ranks. It is contiguous."""
-    padded = pad_sequence(x, dim, rank_and_size(group)[1])
-    return split_last(padded.movedim(dim, -1), group).movedim(-1, dim).contiguous()

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from tpfuse.drop_in import context_proof, kept_activations
-from tpfuse.drop_in.converted import ConvertedColumnLinear, own_class
+from tpfuse.drop_in.conversion import own_class
+from tpfuse.drop_in.converted import ConvertedColumnLinear
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.layer_hooks import show_shards, show_whole
 from tpfuse.drop_in.loss_proof import prove_loss

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tpfuse.drop_in.converted import split_sequence
 from tpfuse.drop_in.outputs import WholeStates
 from tpfuse.drop_in.parallel_forward import ShardedTokens
+from tpfuse.drop_in.shards import split_sequence
 from tpfuse.drop_in.sketch import first_tensor, with_first_tensor
 from tpfuse.drop_in.styles import first_argument, with_first_argument
 

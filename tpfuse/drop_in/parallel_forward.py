@@ -46,9 +46,10 @@ from tpfuse.comm.collectives.one_model import InputComparison, compare_inputs, s
 from tpfuse.comm.dispatch import meet
 from tpfuse.comm.layout import local_tensor, model_device
 from tpfuse.comm.mesh import group_of, groups_of, rank_and_size
-from tpfuse.drop_in.converted import ConvertedColumnLinear, gather_sequence
+from tpfuse.drop_in.converted import ConvertedColumnLinear
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.outputs import NO_LOGITS, WholeStates
+from tpfuse.drop_in.shards import gather_sequence
 from tpfuse.drop_in.sketch import mapped
 from tpfuse.ops.collectives import all_gather, all_reduce
 from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored

@@ -21,7 +21,8 @@ from tpfuse.comm.mesh import check_order, context_mesh, groups_of
 from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
-from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, undone_on_error
+from tpfuse.drop_in.conversion import Original, recorded, restore_module, undone_on_error
+from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.styles import check_unconverted
 from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained

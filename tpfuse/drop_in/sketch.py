@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tpfuse.comm.layout import has_values
-from tpfuse.drop_in.converted import outline
+from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.styles import is_conv1d
 
 LARGE = 2**20  # elements of a parameter that gets no values

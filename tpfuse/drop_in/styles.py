@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from tpfuse.drop_in.conversion import convert
 from tpfuse.drop_in.converted import (
     ConvertedColumnLinear,
     ConvertedDropout,
@@ -44,18 +45,11 @@ from tpfuse.drop_in.converted import (
     ConvertedRMSNorm,
     ConvertedRowLinear,
     Ranges,
-    ReplicatedModule,
-    ReplicatedRMSNorm,
-    as_local,
     combined_class,
-    convert,
-    gather_sequence,
-    rms_norm_terms,
-    run_with_plain_parameters,
-    shard_as_dtensor,
-    split_sequence,
     stand_in,
 )
+from tpfuse.drop_in.replicated import ReplicatedModule, ReplicatedRMSNorm, rms_norm_terms, run_with_plain_parameters
+from tpfuse.drop_in.shards import as_local, gather_sequence, shard_as_dtensor, split_sequence
 from tpfuse.layers.on_mesh import check_embedding, check_parameters
 from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import sequence_back, sequence_first, splits

@@ -1,0 +1,113 @@
+"""Modules that run their own forward on a mesh, with parameters that every rank holds whole, or those of its heads."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from tpfuse.comm.layout import is_sharded, local_tensor
+from tpfuse.drop_in.converted import Converted
+from tpfuse.drop_in.outline import outline
+from tpfuse.layers.explain import LayerPlan
+from tpfuse.layers.local_parameter import local
+from tpfuse.ops.collectives import replicate
+from tpfuse.ops.rms_norm import rms_norm
+
+
+class ReplicatedModule(Converted):
+    """A module with any forward, whose own parameters are DTensors that every rank holds whole, or those of its heads.
+
+    During forward the module has plain tensors instead, and so have its children of this class, whose parameters it may
+    read without calling them. sum_gradients: each rank computes a part of the gradients, for its tokens or its heads,
+    and they are summed. The class of an instance is made of this one and of the module's own by `combined_class`.
+    """
+
+    sum_gradients: bool
+
+    def explained(self, name: str) -> LayerPlan:
+        shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
+        own = next((x for x in self._parameters.values() if isinstance(x, DTensor)), None)  # type: ignore[attr-defined]
+        part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
+        computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
+        reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else 'has those of its heads'}"
+        kind, held = self.unconverted.kind.__name__, "replicated" if part == shape else "sharded"
+        return LayerPlan(name, kind, shape, part, "its own forward", held, reason)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._plain_parameters():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _plain_parameters(self) -> Iterator[None]:
+        held: list[tuple[dict[str, Any], dict[str, DTensor]]] = []
+        for module in self.modules():  # type: ignore[attr-defined]
+            if not isinstance(module, ReplicatedModule) or (module.sum_gradients and module is not self):
+                continue
+            parameters: dict[str, Any] = module._parameters  # type: ignore[attr-defined]
+            sharded = {name: x for name, x in parameters.items() if isinstance(x, DTensor)}
+            group = self.group if self.sum_gradients else None
+            parameters.update({name: replicate(local(x), group) for name, x in sharded.items()})
+            held.append((parameters, sharded))
+        try:
+            yield
+        finally:
+            for parameters, sharded in held:
+                parameters.update(sharded)
+
+
+def run_with_plain_parameters(module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `own` does, a forward that was set on the module, which is a ReplicatedModule."""
+    with module._plain_parameters():
+        return own(*args, **kwargs)
+
+
+class ReplicatedRMSNorm(ReplicatedModule):
+    """A root-mean-square norm of the model's own class, such as LlamaRMSNorm, computed by one operator.
+
+    It is x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension; terms: (offset, eps). For a weight of
+    another dtype than x the module's own forward runs, and decides on the dtype of the result.
+    """
+
+    weight: Tensor
+    terms: tuple[float, float]
+
+    def explained(self, name: str) -> LayerPlan:
+        return dataclasses.replace(super().explained(name), operator="rms_norm")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the norm of the input [..., C], its only argument, in its shape and dtype."""
+        (x, *others), weight, (offset, eps) = (*args, *kwargs.values()), local(self.weight), self.terms
+        if others or x.dtype != weight.dtype:
+            return super().forward(*args, **kwargs)
+        if offset:
+            weight = offset + (weight if weight.dtype == torch.float64 else weight.float())
+        return rms_norm(x, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)
+
+
+@torch.no_grad()
+def rms_norm_terms(module: nn.Module) -> tuple[float, float] | None:
+    """Return (offset, eps) if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
+
+    The module's own forward is tried with another weight of the same size. Gemma's norms have the offset 1, others 0.
+    """
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = module._parameters.get("weight")
+    alone = weight is not None and weight.ndim == 1 and len(list(module.parameters())) == 1
+    if not alone or not isinstance(eps, float) or not type(module).__name__.endswith("RMSNorm"):
+        return None
+    assert weight is not None
+    trial, other = outline(module, {}), torch.linspace(0.5, 1.5, len(weight), device="cpu")
+    trial._parameters["weight"] = Parameter(other)
+    x = torch.linspace(-3, 2, 2 * len(weight), device="cpu").view(1, 2, -1)
+    scaled = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    try:
+        found = type(module).forward(trial, x)
+        offsets = [offset for offset in (0.0, 1.0) if torch.allclose(found, scaled * (offset + other))]
+    except Exception:  # a forward with other arguments, or one that needs more than these attributes
+        return None
+    return (offsets[0], eps) if offsets else None
