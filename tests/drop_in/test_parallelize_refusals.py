@@ -130,6 +130,25 @@ def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was(name:
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
 
 
+class _Unwritable(ParallelStyle):
+    """A style that fits the outline of a module, but not the module, as where there is no memory for its shards."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not next(module.parameters()).is_meta:
+            raise RuntimeError("out of memory")
+        return module
+
+
+@on_ranks(2)
+def test_an_error_amid_the_conversion_says_that_the_model_must_be_loaded_again() -> None:
+    with pytest.raises(ValueError, match=r"^blocks\.0\.norm: _Unwritable: out of memory") as refused:
+        parallelize(plain(), tensor_mesh(), PLAN | {"*.norm": _Unwritable()})
+    assert refused.value.__notes__ == ["tpfuse.parallelize has converted a part of the model: load the model again"]
+    with pytest.raises(ValueError, match="matches no module") as refused:
+        parallelize(plain(), tensor_mesh(), {"nothing": _Unwritable()})
+    assert not hasattr(refused.value, "__notes__")
+
+
 @on_ranks(2)
 def test_meshes_and_releases_that_do_not_fit_are_refused() -> None:
     model, llama = plain(), decoder("llama")

@@ -212,6 +212,12 @@ def _load_own(folder: Path) -> None:
     assert not any("unconverted" in module.__dict__ for module in whole.modules())
     parallelize(whole, tensor_mesh(), plan)  # with its own values
     assert torch.equal(whole.two.bias.full_tensor(), torch.full((8,), 2.0))
+    restore(whole).one.weight.kept = "an attribute"
+    scale, mean = whole.scale, whole.mean
+    parallelize(whole, tensor_mesh(), plan, weights=folder / "model.safetensors")  # in the place of its own values
+    assert whole.one.weight is whole.two.weight and whole.one.weight.kept == "an attribute"
+    assert whole.scale is scale and scale == 5 and whole.mean is mean and torch.equal(mean, tensors["mean"])
+    assert torch.equal(whole.two.bias.full_tensor(), tensors["two.bias"])
 
 
 def test_shared_parameters_scalars_and_buffers_are_filled(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ tensor in its original shape.
 """
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -35,13 +36,7 @@ class Original:
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # the whole shapes of its parameters
     replaced: dict[str, Any] = field(default_factory=dict)  # the attributes that were replaced, with their values
     added: set[str] = field(default_factory=set)
-    # (the module's dictionary, the key) of each hook that was registered, and of the hook's options
-    hooks: list[tuple[str, int]] = field(default_factory=list)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # In another process torch would give these keys to other hooks of the module.
-        RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for _, key in self.hooks)])
+    hooks: list[RemovableHandle] = field(default_factory=list)  # of those that were registered, with their options
 
 
 # Converted parameter -> (its DTensor, write counts of both at that time), since modules may share parameters.
@@ -120,48 +115,41 @@ def _original_of(module: nn.Module) -> Original:
 
 @contextlib.contextmanager
 def recorded(model: nn.Module) -> Iterator[None]:
-    """Record which attributes and hooks of a model's modules the block replaces and adds, for `restore_module`."""
+    """Record which attributes and hooks of a model's modules the block replaces and adds, for `restore_module`.
+
+    An error of the block gets a note, since it leaves a model that is converted in part.
+    """
     before = {module: dict(module.__dict__) for module in model.modules()}
-    hooks = {
-        module: {name: set(x) for name, x in attributes.items() if "_hooks" in name and isinstance(x, dict)}
-        for module, attributes in before.items()
-    }
+    hooks = {module: _hooks(module) for module in before}
     _replaced.clear()
     try:
         yield
+    except BaseException as error:
+        error.add_note("tpfuse.parallelize has converted a part of the model: load the model again")
+        raise
     finally:
         _replaced.clear()
-        for module, attributes in before.items():
-            now = module.__dict__
-            added = now.keys() - attributes.keys() - {"unconverted"}
-            replaced = {name: x for name, x in attributes.items() if now[name] is not x}
-            new = [(name, key) for name, keys in hooks[module].items() for key in now[name] if key not in keys]
-            if added or replaced or new:
-                original = _original_of(module)
-                original.added, original.replaced, original.hooks = added, replaced, new
+    for module, attributes in before.items():
+        now = module.__dict__
+        added = now.keys() - attributes.keys() - {"unconverted"}
+        replaced = {name: x for name, x in attributes.items() if now[name] is not x}
+        new = [_handle(now[name], key) for name, key in _hooks(module) - hooks[module]]
+        if added or replaced or new:
+            original = _original_of(module)
+            original.added, original.replaced, original.hooks = added, replaced, new
 
 
-@contextlib.contextmanager
-def undone_on_error(model: nn.Module, outlined: nn.Module) -> Iterator[None]:
-    """Make a model again what it was if the block, which converts and fills it, fails. Until then it stays in memory.
+def _hooks(module: nn.Module) -> set[tuple[str, int]]:
+    """Return (the attribute that holds it, its key there) of each hook of a module, and of each option of a hook."""
+    held = ((name, x) for name, x in module.__dict__.items() if "_hooks" in name and isinstance(x, OrderedDict))
+    return {(name, key) for name, x in held for key in x}
 
-    outlined: its outline after the conversion, or the model itself if nothing is converted. What it shows as plain
-    tensors is filled in place, and copied before. Nothing is communicated: ranks may have come to different parameters.
-    """
-    converted = {name for name, x in outlined.named_parameters(remove_duplicate=False) if isinstance(x, DTensor)}
-    held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    named = [*model.named_parameters(), *model.named_buffers()]
-    values = [(x, x.detach().clone()) for name, x in named if name not in converted]
-    try:
-        yield
-    except Exception:
-        for module, parameters, buffers in held:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-            restore_module(module, {})
-        for x, before in values:
-            x.detach().copy_(before)
-        raise
+
+def _handle(hooks: dict[int, Any], key: int) -> RemovableHandle:
+    """Return a handle of a hook. Where it is unpickled, torch gives its key to no other hook."""
+    handle = RemovableHandle(hooks)
+    handle.id = key
+    return handle
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -193,8 +181,8 @@ def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
     for name, buffer in module._buffers.items():
         if isinstance(buffer, DTensor):  # torch's styles replicate buffers
             module._buffers[name] = gather_whole(buffer)
-    for name, key in original.hooks:
-        module.__dict__[name].pop(key, None)
+    for handle in original.hooks:
+        handle.remove()
     for name in (*original.added, "looked_at"):
         module.__dict__.pop(name, None)
     module.__dict__.update(original.replaced)

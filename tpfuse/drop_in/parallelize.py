@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,14 +17,13 @@ from tpfuse.comm.collectives.one_model import share_generators
 from tpfuse.comm.dispatch import meet
 from tpfuse.comm.layout import has_values, is_sharded
 from tpfuse.comm.mesh import check_order, context_mesh, groups_of
-from tpfuse.comm.stored_tensors import StoredTensor
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
-from tpfuse.drop_in.conversion import Original, recorded, restore_module, undone_on_error
+from tpfuse.drop_in.conversion import Original, recorded, restore_module
 from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.styles import check_unconverted
-from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
+from tpfuse.drop_in.weights import agreement, find_weights, offer_save_pretrained, read_weights, take_weights
 from tpfuse.parallel.context import ContextParallel, Schedule
 
 Plan = str | Mapping[str, ParallelStyle]
@@ -89,8 +87,9 @@ def parallelize(
     dimension or with ranks that are not in ascending order along it, a pattern that matches no module, parameters that
     have hooks (register them after the call), and for modules that a style cannot convert: sizes that the ranks do not
     divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected in a layer
-    of the model, or of another shape, or that cannot be read. The model is then as it was. The first rank warns of
-    tensors that the model has no layer for.
+    of the model, or of another shape, or that cannot be read. The model is then as it was. Later errors, such as too
+    little memory for a shard, leave it converted in part and carry a note that says so. The first rank warns of tensors
+    that the model has no layer for.
     """
     tensor_mesh, context = _meshes(mesh, context_parallel)
     check_order(tensor_mesh)
@@ -116,20 +115,17 @@ def parallelize(
     batch = small_batch(model, mesh.size()) if check else {}
     before = small_step(model, batch) if check and weights is None else None
     done: list[Replacement] = []
-    found: dict[str, list[StoredTensor]] = {}
+    read: dict[str, torch.Tensor] = {}
     outlined = model
     if tensor_mesh is not None:
         outlined = outline(model, {})
         _apply(outlined, tensor_mesh, styles, kept, None)  # it finds all errors before the model is changed
         _check_ties(model, outlined)
     if weights is not None:
-        with agreement(f"reading weights={str(weights)!r}", mesh):
-            found, left_out = find_weights(model, Path(weights))
-        if left_out and not any(mesh._get_root_mesh().get_coordinate() or ()):
-            warnings.warn(left_out, stacklevel=2)
+        read = _read(model, outlined, Path(weights), mesh)
     else:
         _share_values(model, outlined, mesh, tensor_mesh)
-    with undone_on_error(model, outlined) if weights is not None else nullcontext(), recorded(model):
+    with recorded(model):
         if tensor_mesh is not None:
             done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
         if context.groups:
@@ -137,8 +133,7 @@ def parallelize(
             done.append(Replacement("", type(model).__name__, huggingface.ATTENTION, reason))
         model.__dict__["replacements"] = done
         if weights is not None:
-            with agreement(f"reading weights={str(weights)!r}", mesh):
-                load_weights(model, found, mesh.device_type)
+            take_weights(model, read, mesh.device_type)
         huggingface.adapt(model, context, tensor_mesh, not whole_logits)
         if tensor_mesh is not None:
             huggingface.refuse_changes(model)
@@ -193,6 +188,19 @@ def restore(model: nn.Module) -> nn.Module:
     for module in model.modules():
         restore_module(module, memo)
     return model
+
+
+def _read(model: nn.Module, outlined: nn.Module, weights: Path, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Return the tensors in files for a model that is not converted yet, this rank's shards as `outlined` shows them.
+
+    The first rank warns of other tensors in the files. Raise ValueError on all ranks if one cannot read them.
+    """
+    with agreement(f"reading weights={str(weights)!r}", mesh):
+        found, left_out = find_weights(model, weights)
+    if left_out and not any(mesh._get_root_mesh().get_coordinate() or ()):
+        warnings.warn(left_out, stacklevel=3)
+    with agreement(f"reading weights={str(weights)!r}", mesh):
+        return read_weights(outlined, found, mesh.device_type)
 
 
 @torch.no_grad()

@@ -159,38 +159,51 @@ def is_persistent(model: nn.Module, buffer: str) -> bool:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, found: Mapping[str, Sequence[StoredTensor]], device: torch.device | str) -> None:
-    """Fill a parallelized model with what `find_weights` found for it before: each rank reads its own slices alone.
+def read_weights(
+    shards: nn.Module, found: Mapping[str, Sequence[StoredTensor]], device: torch.device | str
+) -> dict[str, Tensor]:
+    """Return new tensors on `device` for a parallelized model's parameters, and for the buffers that files have.
 
-    Parameters on the meta device are replaced by parameters on `device`, shared ones by one, and buffers move there.
-    Parameters for which nothing was found are left uninitialised. Tensors of any float dtype are converted to the dtype
-    that the parameter has. Raise ValueError for files that cannot be read any more, and for tensors of one shared
-    parameter that differ.
+    shards: the model, or its outline after the conversion, whose tensors stay as they are. found: what `find_weights`
+    found for the whole model; each rank reads its own slices alone, and parameters for which nothing was found are left
+    uninitialised. Tensors of any float dtype are converted to the dtype that the parameter has. Shared ones are read
+    once. Raise ValueError for files that cannot be read any more, and for tensors of one shared parameter that differ.
     """
-    filled: dict[int, tuple[Parameter, Parameter]] = {}
+    new: dict[str, Tensor] = dict(shards.named_parameters(remove_duplicate=False))
+    new |= {name: x for name, x in shards.named_buffers(remove_duplicate=False) if found.get(name)}
+    read: dict[int, Tensor] = {}
+    for name, x in new.items():
+        if id(x) not in read:
+            filled = torch.empty_like(x, device=device)
+            read_shard(local_tensor(filled), local_slices(filled), filled.shape, found.get(name, ()))
+            is_parameter = isinstance(x, Parameter)
+            read[id(x)] = Parameter(filled, requires_grad=x.requires_grad) if is_parameter else filled
+        new[name] = read[id(x)]
+    return new
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, read: Mapping[str, Tensor], device: torch.device | str) -> None:
+    """Give a parallelized model the tensors of `read_weights`, and move its buffers to `device`.
+
+    Shards, and parameters without values, are replaced. Other tensors are written in place.
+    """
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in filled:
-                new = parameter if has_values(parameter) else _allocated(parameter, device)
-                local, slices = local_tensor(new), local_slices(new)
-                read_shard(local, slices, new.shape, found.get(prefix + name, ()))
-                filled[id(parameter)] = parameter, new
-            module._parameters[name] = filled[id(parameter)][1]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is None:
-                continue
-            for tensor in found.get(prefix + name, ()):
-                buffer.copy_(tensor[()])
-            module._buffers[name] = buffer.to(device)
-
-
-def _allocated(parameter: Parameter, device: torch.device | str) -> Parameter:
-    new = Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    new.__dict__.update(parameter.__dict__)
-    return new
+            new = cast(Parameter, read[prefix + name])
+            if has_values(parameter) and not isinstance(parameter, DTensor):
+                parameter.copy_(new)
+            else:
+                new.__dict__.update(parameter.__dict__)
+                module._parameters[name] = new
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if prefix + name in read:
+                    buffer.copy_(read[prefix + name])
+                module._buffers[name] = buffer.to(device)
 
 
 def read_shard(local: Tensor, slices: Slices, shape: Sequence[int], tensors: Sequence[StoredTensor]) -> None:

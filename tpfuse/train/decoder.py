@@ -38,7 +38,7 @@ from tpfuse.drop_in.huggingface import (
 from tpfuse.drop_in.parallel_forward import causal_loss
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
 from tpfuse.drop_in.structure import Recognised, decoder_layers, recognise
-from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, load_weights
+from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, read_weights, take_weights
 from tpfuse.errors import instead_of
 from tpfuse.models.generate import choose
 from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents
@@ -288,7 +288,7 @@ class DecoderModel(LanguageModel):
         if options.parallel.pp > 1:
             self.stages = own_stages(options, config, rank_and_size(flat_group(mesh, "pp"))[0])
             self._cut = cut(model, self.stages)
-        load_weights(model, {}, device)
+        take_weights(model, read_weights(model, {}, device), device)
         if options.train.recompute == "full":
             model.activation_checkpointing_enable({"use_reentrant": False})
         if options.train.offload_activations:
