@@ -19,7 +19,7 @@ tokens (padded), m this rank's tokens, C width, H this rank's heads, D head size
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -38,96 +38,49 @@ from tpfuse.models.gpt_config import GPTConfig as GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
-from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Documents, Schedule, ShardedBatch
-from tpfuse.parallel.offloaded_inputs import OffloadedInputs
+from tpfuse.parallel.context import ONE_RANK, ContextParallel, Documents, ShardedBatch
 from tpfuse.parallel.pipeline.cut import Stage, whole_model
-from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
 
 class Transformer(nn.Module):
-    """The embeddings, the blocks and the last norm, under Hugging Face's prefix.
+    """The embeddings, the blocks and the last norm, under Hugging Face's prefix. mesh: tensor-parallel, or None."""
 
-    Of these it has what its stages need. Blocks of other stages are nn.Identity, so that all blocks keep their numbers.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        mesh: DeviceMesh | None,
-        context: ContextParallel,
-        recompute: Recompute,
-        stages: Sequence[Stage],
-    ) -> None:
+    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         width = config.n_embd
-        first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
-        if first or last:
-            self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
-        if first:
-            self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
-            self.drop = Dropout(config.dropout, site=0)
-        here = {layer for stage in stages for layer in stage.layers}
-        self.h = nn.ModuleList(
-            Block(config, layer, mesh, context, recompute) if layer in here else nn.Identity()
-            for layer in range(config.n_layer)
-        )
-        if last:
-            self.ln_f = LayerNorm(
-                width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh
-            )
+        self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
+        self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
+        self.drop = Dropout(config.dropout, site=0)
+        self.h = nn.ModuleList(Block(config, layer, mesh) for layer in range(config.n_layer))
+        self.ln_f = LayerNorm(width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh)
 
 
 class GPT(nn.Module):
-    """A GPT-2 model on one rank, or on many that share its layers, its sequences, or both.
+    """A GPT-2 model on one rank; `tpfuse.models.parallelize_gpt` puts it on many.
 
-    device_mesh: the tensor-parallel mesh, one-dimensional; None for one rank. context_mesh: the mesh of the ranks that
-    share each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring". context_schedule,
-    context_balance: as for `tpfuse.ops.ring_attention.ring_attention`. recompute: the activations that the backward
-    pass computes again, as for `tpfuse.parallel.recompute`. offload_activations: whether what "full" keeps is in the
-    host's memory (`tpfuse.parallel.offloaded_inputs`). device, dtype: the device and the dtype of the parameters,
-    which are left uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them. stages: the
-    pipeline stages of this rank, which alone it has; None for the whole model. The tied embedding is on the rank of the
-    first stage and on that of the last one.
-
-    Context-parallel ranks have equal parameters. Each of them computes the gradients of its own tokens, which must be
-    summed over these ranks as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raise ValueError for a
-    configuration that the meshes cannot hold.
+    device, dtype: of the parameters, which are left uninitialised: `tpfuse.parallel.initialize` draws them,
+    `models.huggingface` loads them. Raise ValueError for an impossible configuration.
     """
 
     def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        device_mesh: DeviceMesh | None = None,
-        context_mesh: DeviceMesh | None = None,
-        context_schedule: Schedule = "auto",
-        context_balance: Balance = "zigzag",
-        recompute: Recompute = "none",
-        offload_activations: bool = False,
-        stages: Sequence[Stage] | None = None,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        self, config: GPTConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
+        config.check()
         self.config = config
-        self.device_mesh = mesh = device_mesh
-        self.rank, self.tp = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        config.check(self.tp)
-        check_recompute(recompute)
-        if offload_activations and recompute != "full":
-            raise ValueError(f"offload_activations is for recompute full, not for {recompute}")
-        self.recompute = recompute
-        self._recomputed: Callable[..., Tensor] = recomputed_whole
-        if offload_activations:
-            self._recomputed = partial(OffloadedInputs(torch.device(device)), recomputed_whole)
-        self.context = ContextParallel(context_mesh, context_schedule, context_balance)
-        self.context.check(config.n_positions, config.n_head // self.tp)
+        self.device_mesh: DeviceMesh | None = None  # the tensor-parallel mesh
+        self.rank, self.tp = 0, 1
+        self.context = ONE_RANK
+        self.sum_over_context: ContextParallel | None = None  # for the engines of `tpfuse.zero`
+        self.stages = [whole_model(config.n_layer)]
+        self.recomputed: Callable[..., Tensor] | None = None  # runs a block whose input alone is kept; None for none
+        self.parallelized = False
         self._compare_inputs = InputComparison("GPT")
-        self.sum_over_context = self.context if self.context.groups else None  # for the engines of `tpfuse.zero`
-        self.stages = [whole_model(config.n_layer)] if stages is None else list(stages)
         with torch.device("meta"):
-            self.transformer = Transformer(config, mesh, self.context, recompute, self.stages)
-        self.to(dtype).to_empty(device=device)
+            self.transformer = Transformer(config)
+        for module in self.modules():
+            for name, shape in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty_like(shape, device=device, dtype=dtype)))
 
     def initial_distribution(self, name: str) -> tuple[float, float]:
         """Return the mean and the standard deviation of parameter `name` at the start of training.
@@ -220,7 +173,7 @@ class GPT(nn.Module):
         blocks = list(self.transformer.h) if stage.layers else []
         for layer in stage.layers:
             block = blocks[layer]
-            through = partial(self._recomputed, block) if self.recompute == "full" and cache is None else block
+            through = block if self.recomputed is None or cache is not None else partial(self.recomputed, block)
             x_mC = through(x_mC, sharded, state, cache)
         if cache is not None and stage is self.stages[-1]:
             cache.length += length

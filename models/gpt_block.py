@@ -1,7 +1,7 @@
 """A block of GPT-2 on tensor- and sequence-parallel layers: attention and MLP, each after a norm, on a residual path.
 
-`recompute` is as in `tpfuse.parallel.recompute`. With "selective", the GELU is an operator of its own between the MLP's
-layers, which is computed again from its input. Otherwise it is part of the first layer, whose last pass applies it in
+With "selective" recomputation (`tpfuse.parallel.recompute`) the GELU is an operator of its own between the layers of
+the MLP, which is computed again from its input. Otherwise it is part of the first layer, whose last pass applies it in
 Triton's kernels before rounding. So the two differ by rounding in 16-bit dtypes on GPUs, and not at all on CPUs.
 
 Shape suffixes are those of `tpfuse.models.gpt`; N is the number of this rank's features.
@@ -22,8 +22,8 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.activation import activation
-from tpfuse.parallel.context import ContextParallel, ShardedBatch
-from tpfuse.parallel.recompute import Recompute, recomputed
+from tpfuse.parallel.context import ONE_RANK, ShardedBatch
+from tpfuse.parallel.recompute import recomputed
 
 ACTIVATION = "gelu_tanh"
 
@@ -36,12 +36,10 @@ def first_rows(x: Tensor, count: int) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention, of which each rank computes its heads."""
 
-    def __init__(
-        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
-    ) -> None:
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self.layer, self.context, self.length = layer, context, config.n_positions
-        self.recomputes = recompute == "selective"
+        self.layer, self.context, self.length = layer, ONE_RANK, config.n_positions
+        self.recomputes = False
         self.heads = config.n_head if mesh is None else config.n_head // mesh.size()
         self.head_size = config.n_embd // config.n_head
         self.c_attn = ColumnParallelLinear(
@@ -98,13 +96,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a GELU between them, of four times the features."""
 
-    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, recompute: Recompute) -> None:
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
         super().__init__()
         width = config.n_embd
-        self.recomputes = recompute == "selective"
-        inside = None if self.recomputes else ACTIVATION
+        self.recomputes = False
         self.c_fc = ColumnParallelLinear(
-            width, 4 * width, config.bias, activation=inside, sequence_parallel=True, device_mesh=mesh
+            width, 4 * width, config.bias, activation=ACTIVATION, sequence_parallel=True, device_mesh=mesh
         )
         self.c_proj = RowParallelLinear(4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh)
         self.p, self.dropout = config.dropout, Dropout(config.dropout, site=4 * layer + 3)
@@ -123,17 +120,20 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each after a LayerNorm and on a residual path."""
 
-    def __init__(
-        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
-    ) -> None:
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
         super().__init__()
         norm = partial(
             LayerNorm, config.n_embd, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh
         )
         self.ln_1 = norm()
-        self.attn = Attention(config, layer, mesh, context, recompute)
+        self.attn = Attention(config, layer, mesh)
         self.ln_2 = norm()
-        self.mlp = MLP(config, layer, mesh, recompute)
+        self.mlp = MLP(config, layer, mesh)
+
+    def recompute_selectively(self) -> None:
+        """Let the backward pass compute attention and the activation again, as "selective" says."""
+        self.attn.recomputes = self.mlp.recomputes = True
+        self.mlp.c_fc.activation = None  # it is an operator of its own
 
     def forward(
         self, x_mC: Tensor, sharded: ShardedBatch, state: DropoutState | None, cache: KeyValueCache | None

@@ -25,6 +25,7 @@ from tpfuse.comm.layout import gather_whole, load_part_
 from tpfuse.comm.mesh import groups_of
 from tpfuse.comm.stored_tensors import StoredTensor, check_names, check_tensor, stored_tensors, twice
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 
 _PREFIX = "transformer."
 _HEAD = "lm_head.weight"
@@ -86,7 +87,7 @@ def load_pretrained(
     pretrained = open_pretrained(folder_or_file)
     if pretrained.left_out and not any(device_mesh.get_coordinate() or () if device_mesh else ()):
         warnings.warn(pretrained.left_out, stacklevel=2)
-    model = GPT(pretrained.config, device_mesh=device_mesh, device=device, dtype=dtype)
+    model = parallelize_gpt(GPT(pretrained.config, device="meta", dtype=dtype), device_mesh).to_empty(device=device)
     for name, parameter in model.named_parameters():
         load_part_(parameter, partial(pretrained.read, name))
     return model

@@ -26,6 +26,7 @@ from tpfuse.drop_in.parallelize import parallelize, restore
 from tpfuse.drop_in.weights import agreement
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.patience import patient
@@ -61,7 +62,8 @@ def test_ranks_of_a_model_with_different_inputs_are_named_and_go_on() -> None:
             " labels is not given on rank 0, int64 [2, 7] on rank 1"
         )
         assert model(input_ids=IDS, labels=IDS).loss.isfinite()
-    gpt = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, n_positions=9, vocab_size=101), device_mesh=tensor_mesh())
+    small = GPTConfig(n_layer=1, n_head=2, n_embd=8, n_positions=9, vocab_size=101)
+    gpt = parallelize_gpt(GPT(small), tensor_mesh())
     initialize(gpt, 0)
     for run in (lambda: gpt(IDS, IDS, loss_weight=1.0 + rank), lambda: generate(gpt, IDS, 1, seed=rank)):
         assert " on rank 0, " in _refused(run)

@@ -31,6 +31,7 @@ from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.ops.collectives import replicate
 from tpfuse.parallel.pipeline.cut import Cost
 from tpfuse.parallel.pipeline.order import PipelineSchedule
@@ -111,7 +112,7 @@ def test_layers_of_one_rank_are_local(capsys: pytest.CaptureFixture[str]) -> Non
 def _context_plans(name: Implementation) -> list[LayerPlan]:
     config = GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     with use(implementation=name):
-        return plans(GPT(config, context_mesh=mesh_of(1, 1, 2)["cp"], context_balance="contiguous"))
+        return plans(parallelize_gpt(GPT(config), mesh_of(1, 1, 2)["cp"], GPTOptions(context_balance="contiguous")))
 
 
 def test_attention_over_context_ranks_reports_its_schedule() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation, Kernels
-from tpfuse.comm.mesh import context_mesh, group_of
+from tpfuse.comm.mesh import group_of
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
@@ -71,7 +72,7 @@ def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float, batches: 
 @pytest.mark.exhaustive
 @on_ranks(2)
 def test_tensor_parallel_models_are_one_graph() -> None:
-    model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), device_mesh=tensor_mesh())
+    model = parallelize_gpt(GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2)), tensor_mesh())
     compiled = _check(model, (2, 3, 4), 8, ("direct", "collective", "fused"))
     ids = integers(0, 2, 8, low=0, high=60, dtype=torch.int64)
     with torch.no_grad():
@@ -82,8 +83,8 @@ def test_tensor_parallel_models_are_one_graph() -> None:
 @on_ranks(4)
 def test_context_parallel_models_are_one_graph() -> None:
     """Attention with its exchange is one node of the graph."""
-    mesh = context_mesh(mesh_of(1, 1, 4, ulysses=2))
-    _check(GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh), (2,), 7)
+    model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2))
+    _check(parallelize_gpt(model, mesh_of(1, 1, 4, ulysses=2)), (2,), 7)
 
 
 @on_ranks(2)

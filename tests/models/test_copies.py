@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.support.cases import naming
 from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import context_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.position_embedding import PositionEmbedding
@@ -21,6 +20,7 @@ from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
@@ -107,7 +107,7 @@ def test_layers_of_two_ranks_can_be_copied() -> None:
 
 def _gpt(dp: int, tp: int, cp: int) -> tuple[GPT, Loss]:
     mesh = mesh_of(dp, tp, cp)
-    model = GPT(GPTConfig(61, 8, 32, 1, 4), device_mesh=mesh["tp"] if tp > 1 else None, context_mesh=context_mesh(mesh))
+    model = parallelize_gpt(GPT(GPTConfig(61, 8, 32, 1, 4)), mesh)
     initialize(model, 1)
     ids = integers(1, 2, 8, low=0, high=60, dtype=torch.int64)
     return model, lambda each: each(ids, ids.roll(-1, 1), loss_weight=0.1)

@@ -9,6 +9,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.support.meshes import mesh_of
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.ranks import on_ranks
 
@@ -21,7 +22,7 @@ def test_local_slices_are_those_of_fully_shard() -> None:
     """Check that a rank has the elements that `local_slices` names, for every combination of sharded dimensions."""
     mesh = mesh_of(2, 2)
     for data in (mesh["dp"], mesh["dp"]._unflatten(0, (2, 1), ("replicate", "shard"))):
-        model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)
+        model = parallelize_gpt(GPT(CONFIG, dtype=torch.float64), mesh)
         initialize(model, 1)
         for block in model.transformer.h:
             fully_shard(block, mesh=data)

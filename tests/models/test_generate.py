@@ -9,6 +9,7 @@ from tests.support.tiers import exhaustive, pairwise
 from tpfuse.comm.layout import copy_whole_
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
 
@@ -18,7 +19,7 @@ PROMPTS = integers(1, 2, 5, low=0, high=100, dtype=torch.int64)
 
 def _model(sharded: bool = False) -> GPT:
     """Return a model with large weights, whose greedy text does not repeat one token."""
-    model = GPT(CONFIG, device_mesh=tensor_mesh() if sharded else None, dtype=torch.float64)
+    model = parallelize_gpt(GPT(CONFIG, dtype=torch.float64), tensor_mesh() if sharded else None)
     for seed, parameter in enumerate(model.parameters()):
         copy_whole_(parameter.detach(), normal(seed, *parameter.shape) * 0.5)
     return model

@@ -1,22 +1,24 @@
 """The GPT computes the same losses, gradients and logits on any number of ranks, and refuses bad input."""
 
+import copy
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.collectives import all_reduce
-from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.comm.mesh import context_mesh, flat_group
+from tpfuse.comm.layout import gather_whole, local_slices, local_tensor
+from tpfuse.comm.mesh import flat_group
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
+from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.ops.dropout import dropout_key, keep_mask
 from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.parallel.initialize import initialize
@@ -27,8 +29,13 @@ from tpfuse.testing.ranks import on_ranks, pool
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12, dropout=0.2)
 
 
-def _model(config: GPTConfig = CONFIG, dtype: torch.dtype = torch.float64, sharded: bool = False, **meshes: Any) -> GPT:
-    model = GPT(config, **{"device_mesh": tensor_mesh() if sharded else None, "dtype": dtype, **meshes})
+def _model(
+    config: GPTConfig = CONFIG,
+    dtype: torch.dtype = torch.float64,
+    mesh: DeviceMesh | None = None,
+    options: GPTOptions | None = None,
+) -> GPT:
+    model = parallelize_gpt(GPT(config, dtype=dtype), mesh, options)
     initialize(model, 1)
     with torch.no_grad():  # biases start at zero, so that a forgotten one would change nothing
         for seed, (name, parameter) in enumerate(model.named_parameters()):
@@ -54,7 +61,7 @@ def _batch(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def _losses_and_gradients(config: GPTConfig, batch: int, length: int) -> None:
-    plain, model = _model(config), _model(config, sharded=True)
+    plain, model = _model(config), _model(config, mesh=tensor_mesh())
     ids, targets = _batch(batch, length, config.vocab_size)
     weights = normal(2, batch, length, dtype=torch.float64)
     for dropout_at in (None, (3, 4)):
@@ -78,7 +85,7 @@ def test_losses_and_gradients_are_those_of_one_rank(world: int, batch: int, leng
 @on_ranks(2)
 def test_the_weighted_sum_of_the_losses_without_whole_logits() -> None:
     config = GPTConfig(61, 8, 24, 2, 12)
-    plain, model = _model(config), _model(config, sharded=True)
+    plain, model = _model(config), _model(config, mesh=tensor_mesh())
     ids, targets = _batch(3, 5, config.vocab_size)
     expected, actual = 0.3 * plain(ids, targets).sum(), model(ids, targets, loss_weight=0.3)
     assert actual.shape == ()
@@ -110,12 +117,7 @@ def test_context_parallel_ranks_give_the_losses_and_gradients_of_one_rank(
     """Compare losses, logits and gradients of ranks that share sequences with those of one rank."""
     mesh = mesh_of(1, tp, cp, ulysses)
     plain = _model()
-    model = _model(
-        device_mesh=mesh["tp"] if tp > 1 else None,
-        context_mesh=context_mesh(mesh),
-        context_schedule=schedule,
-        context_balance=balance,
-    )
+    model = _model(mesh=mesh, options=GPTOptions(schedule, balance))
     ids, targets = _batch(3, length, CONFIG.vocab_size)
     weights = normal(2, 3, length, dtype=torch.float64)
     group = flat_group(mesh, "cp", "ring", "ulysses")
@@ -141,7 +143,7 @@ def test_context_parallel_ranks_give_the_losses_and_gradients_of_one_rank(
 @on_ranks(3)
 def test_context_parallel_ranks_generate_the_text_of_one_rank() -> None:
     """The prompt has fewer tokens than there are ranks, and the window is full before the end and then moves."""
-    model = _model(context_mesh=context_mesh(mesh_of(1, 1, 3)))
+    model = _model(mesh=mesh_of(1, 1, 3))
     ids, _ = _batch(2, 2, 101)
     with pytest.raises(ValueError, match="a sequence of 2 tokens cannot be sharded over 3 ranks"):
         model(ids)
@@ -151,20 +153,20 @@ def test_context_parallel_ranks_generate_the_text_of_one_rank() -> None:
 
 @on_ranks(4)
 def test_impossible_context_parallel_layouts_are_refused() -> None:
-    context = context_mesh(mesh_of(1, 1, 4))
+    mesh = mesh_of(1, 1, 4)
     with pytest.raises(ValueError, match="ulysses: 4 ranks cannot divide 6 heads; ring and all_gather can be used"):
-        GPT(GPTConfig(101, 16, 48, 2, 6), context_mesh=context, context_schedule="ulysses")
+        parallelize_gpt(GPT(GPTConfig(101, 16, 48, 2, 6)), mesh, GPTOptions("ulysses"))
     with pytest.raises(ValueError, match="cp 4 is more than the 3 tokens of a sequence"):
-        GPT(GPTConfig(101, 3, 48, 2, 6), context_mesh=context)
+        parallelize_gpt(GPT(GPTConfig(101, 3, 48, 2, 6)), mesh)
     with pytest.raises(ValueError, match="schedule ulysses_ring: 1 of cp 4 exchange heads: expected"):
-        GPT(CONFIG, context_mesh=context, context_schedule="ulysses_ring")
+        parallelize_gpt(GPT(CONFIG), mesh, GPTOptions("ulysses_ring"))
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), *exhaustive((4, torch.float32))])
 @on_ranks("world")
 def test_errors_are_those_of_one_rank_in_the_same_dtype(dtype: torch.dtype) -> None:
     config = GPTConfig(101, 16, 48, 2, 12)
-    plain, model = _model(config, dtype), _model(config, dtype, sharded=True)
+    plain, model = _model(config, dtype), _model(config, dtype, mesh=tensor_mesh())
     ids, targets = _batch(3, 13, 101)
     inputs = {name: parameter.detach() for name, parameter in plain.named_parameters()}
 
@@ -209,7 +211,7 @@ def test_every_dropout_site_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) ->
 
 @on_ranks(2)
 def test_logits_with_a_cache_are_those_without() -> None:
-    model = _model(sharded=True)
+    model = _model(mesh=tensor_mesh())
     ids, _ = _batch(2, 16, 101)
     with torch.no_grad():
         whole = model(ids)
@@ -225,7 +227,7 @@ def test_logits_with_a_cache_are_those_without() -> None:
 
 @on_ranks(2)
 def test_torch_clips_by_the_norm_of_one_rank() -> None:
-    plain, model = _model(), _model(sharded=True)
+    plain, model = _model(), _model(mesh=tensor_mesh())
     ids, targets = _batch(3, 13, 101)
     for m in (plain, model):
         m(ids, targets).mean().backward()
@@ -245,9 +247,40 @@ def test_flops_per_token_are_counted() -> None:
 
 
 @on_ranks(2)
+def test_a_model_with_values_keeps_them_on_every_mesh_whose_ranks_share_layers() -> None:
+    plain = _model()
+    plain.transformer.wpe.weight.requires_grad_(False)
+    for mesh, ranks in (
+        (mesh_of(1, 2), 2),
+        (init_device_mesh("cpu", (2,)), 2),
+        (mesh_of(2, 1), 1),
+        (mesh_of(2, 1)["dp"], 1),
+    ):
+        model = parallelize_gpt(copy.deepcopy(plain), mesh)
+        assert model.tp == ranks and model.transformer.wpe.weight.requires_grad is False
+        for (name, parameter), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert isinstance(parameter, DTensor) == (ranks > 1) and torch.equal(gather_whole(parameter), whole), name
+
+
+@on_ranks(2)
+def test_models_and_meshes_that_do_not_fit_are_refused_and_left_as_they_were() -> None:
+    hooked, two = _model(), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("ep", "x"))
+    hooked.transformer.h[1].mlp.c_fc.register_forward_hook(print)
+    for model, mesh, message in (
+        (_model(mesh=tensor_mesh()), tensor_mesh(), "the GPT is parallelized already: expected a new one"),
+        (hooked, tensor_mesh(), r"^transformer\.h\.1\.mlp\.c_fc has hooks, which the new layer would not run"),
+        (_model(), two, r"mesh has the axes \('ep', 'x'\): expected one named \"tp\", or one axis"),
+    ):
+        layers, tp = model.transformer, model.tp
+        with pytest.raises(ValueError, match=message):
+            parallelize_gpt(model, mesh)
+        assert model.transformer is layers and model.tp == tp
+
+
+@on_ranks(2)
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tp 2 does not divide n_head 3: it can be one of \[1, 3\]"):
-        GPT(GPTConfig(101, 16, 48, 2, 3), device_mesh=tensor_mesh())
+        parallelize_gpt(GPT(GPTConfig(101, 16, 48, 2, 3)), tensor_mesh())
     for wrong, message in (
         ({"n_layer": 0}, "n_layer 0: expected at least 1"),
         ({"n_embd": 100}, "n_embd 100 is not a multiple of n_head 12"),

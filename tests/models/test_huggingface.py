@@ -17,6 +17,7 @@ from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import copy_whole_, gather_whole
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
@@ -77,7 +78,7 @@ def _their_logits(folder: Path) -> Tensor:
 
 def _save(folder: Path, bias: bool, dtype: torch.dtype) -> Tensor:
     config = GPTConfig(101, 16, 48, 2, 12, bias=bias, dropout=0.1)
-    model = GPT(config, device_mesh=tensor_mesh(), dtype=dtype)
+    model = parallelize_gpt(GPT(config, dtype=dtype), tensor_mesh())
     for seed, parameter in enumerate(model.parameters()):
         copy_whole_(parameter.detach(), normal(seed, *parameter.shape) / 4)
     save_pretrained(model, folder)
@@ -227,7 +228,7 @@ def test_a_pickle_is_refused_with_a_command_that_converts_it(
 
 
 def _refuse(folder: Path) -> None:
-    model = GPT(CONFIG, device_mesh=tensor_mesh())
+    model = parallelize_gpt(GPT(CONFIG), tensor_mesh())
     initialize(model, 1)
     with pytest.raises(ValueError, match="already: remove it or choose another folder"):
         save_pretrained(model, folder)

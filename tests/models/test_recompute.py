@@ -1,11 +1,11 @@
 """Activation checkpointing of the GPT gives the same gradients to the bit, and saves fewer bytes."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.meshes import mesh_of
@@ -13,9 +13,9 @@ from tests.support.saved_bytes import SavedBytes
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
+from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
@@ -39,8 +39,14 @@ def _step(model: GPT, at: tuple[int, int] | None = None, length: int = T) -> tup
     return saved.total, loss.detach(), [local_tensor(parameter.grad).clone() for parameter in model.parameters()]
 
 
-def _built(config: GPTConfig, recompute: Recompute, **options: Any) -> GPT:
-    model = GPT(config, recompute=recompute, **options)
+def _built(
+    config: GPTConfig,
+    recompute: Recompute,
+    mesh: DeviceMesh | None = None,
+    schedule: Schedule = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> GPT:
+    model = parallelize_gpt(GPT(config, dtype=dtype), mesh, GPTOptions(recompute=recompute, context_schedule=schedule))
     initialize(model, 1)
     return model
 
@@ -77,11 +83,10 @@ def test_two_steps_of_accumulation_and_a_graph_that_is_kept() -> None:
 def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule) -> None:
     """Check which inputs of second layers exist after the forward pass, by weak references: hooks hide them from
     counting."""
-    mesh = mesh_of(1, tp, cp) if tp * cp > 1 else None
-    options = {"device_mesh": mesh["tp"] if tp > 1 else None, "context_mesh": context_mesh(mesh)}
+    mesh = mesh_of(1, tp, cp)
     ids = integers(1, B, 11, low=0, high=60, dtype=torch.int64)
     for recompute, impl in itertools.product(("none", "selective"), ("direct", "collective")):
-        model, inputs = _built(CONFIG, recompute, context_schedule=schedule, **options), []
+        model, inputs = _built(CONFIG, recompute, mesh, schedule), []
         for block in model.transformer.h:
             for layer in (block.attn.c_proj, block.mlp.c_proj):
                 layer.register_forward_pre_hook(
@@ -96,11 +101,8 @@ def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule)
 def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, length: int, dropout: float) -> None:
     mesh = mesh_of(1, tp, cp)
     config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
-    options = {"device_mesh": mesh["tp"] if tp > 1 else None, "context_mesh": context_mesh(mesh)}
     with use(implementation=impl):
-        plain, *others = (
-            _step(_built(config, name, context_schedule=schedule, **options), (3, 4), length) for name in RECOMPUTE
-        )
+        plain, *others = (_step(_built(config, name, mesh, schedule), (3, 4), length) for name in RECOMPUTE)
         for found in others:
             assert _equal(found, plain)
             assert found[0] < plain[0]
@@ -180,4 +182,4 @@ def test_a_recomputed_function_runs_twice_and_its_consumer_once() -> None:
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="recompute 'some': expected one of none, selective, full"):
-        GPT(CONFIG, recompute="some")
+        _built(CONFIG, "some")

@@ -21,6 +21,7 @@ from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.local_parameter import offer_leaf
 from tpfuse.models import gpt_block
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.runner import backward_weights
@@ -38,8 +39,8 @@ class _Run:
 
     def __init__(self, recompute: Recompute, tp: int, leaves: bool, calls: Counter[str]) -> None:
         config = GPTConfig(61, 16, C, LAYERS, 4, dropout=0.2)
-        mesh = mesh_of(1, tp)["tp"] if tp > 1 else None
-        model = GPT(config, device_mesh=mesh, recompute=recompute, stages=[MIDDLE], dtype=torch.float64)
+        on_rank = GPTOptions(recompute=recompute, stages=[MIDDLE])
+        model = parallelize_gpt(GPT(config, dtype=torch.float64), mesh_of(1, tp) if tp > 1 else None, on_rank)
         initialize(model, 1)
         self.weights: list[Tensor] = list(model.parameters())
         if leaves:

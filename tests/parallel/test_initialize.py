@@ -7,6 +7,7 @@ from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import gather_whole
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.parallel.initialize import draw, initialize
 from tpfuse.testing.ranks import on_ranks
 
@@ -17,7 +18,7 @@ CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=
 @on_ranks("world")
 def test_weights_have_the_same_bits_in_every_layout(dtype: torch.dtype) -> None:
     torch.manual_seed(torch.distributed.get_rank())
-    alone, model = GPT(CONFIG, dtype=dtype), GPT(CONFIG, device_mesh=tensor_mesh(), dtype=dtype)
+    alone, model = GPT(CONFIG, dtype=dtype), parallelize_gpt(GPT(CONFIG, dtype=dtype), tensor_mesh())
     for each in (alone, model):
         initialize(each, 3)
     for (name, parameter), whole in zip(model.named_parameters(), alone.parameters(), strict=True):

@@ -17,6 +17,7 @@ from tests.support.copy_stand_in import CopyStandIn
 from tests.support.tiers import exhaustive
 from tests.support.training import CONFIG, Result, decoder_config, options_of, ranks_of, train, train_decoder
 from tpfuse.models.gpt import GPT
+from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.parallel import offloaded_inputs
 from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.recompute import recomputed_whole
@@ -25,9 +26,8 @@ from tpfuse.testing.ranks import pool
 
 
 def _offloaded() -> tuple[OffloadedInputs, list[str]]:
-    with mock.patch.object(offloaded_inputs, "CopyStream", CopyStandIn):
-        made = OffloadedInputs(torch.device("cpu"))
-    copies: Any = made._copies
+    made, copies = OffloadedInputs(), CopyStandIn(torch.device("cpu"))
+    made._copies = copies
     return made, copies.log
 
 
@@ -80,7 +80,7 @@ def test_a_write_to_an_offloaded_input_is_an_error() -> None:
 
 def test_only_full_recomputation_keeps_inputs_alone() -> None:
     with pytest.raises(ValueError, match="offload_activations is for recompute full, not for selective"):
-        GPT(CONFIG, recompute="selective", offload_activations=True)
+        parallelize_gpt(GPT(CONFIG), None, GPTOptions(recompute="selective", offload_activations=True))
 
 
 def _train(layout: dict[str, Any], family: str | None, layers: int) -> tuple[Result, bool]:

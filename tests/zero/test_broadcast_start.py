@@ -8,8 +8,8 @@ from torch import nn
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks
@@ -20,7 +20,7 @@ CONFIG = GPTConfig(vocab_size=13, n_positions=4, n_embd=8, n_layer=1, n_head=4)
 
 def _gpt(dp: int, tp: int, cp: int, seed: int) -> GPT:
     mesh = mesh_of(dp, tp, cp)
-    model = GPT(CONFIG, device_mesh=mesh["tp"] if tp > 1 else None, context_mesh=context_mesh(mesh))
+    model = parallelize_gpt(GPT(CONFIG), mesh)
     initialize(model, seed)
     return model
 

@@ -29,7 +29,6 @@ from tests.zero.zero_training import (
 )
 from tpfuse.choices import Accumulate
 from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.comm.mesh import context_mesh
 from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
@@ -107,7 +106,7 @@ def traffic(
     layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int, accumulate: Accumulate
 ) -> None:
     plain_mesh = mesh_of(layout.dp, layout.tp, layout.cp)
-    before = gpt(dtype, device_mesh=plain_mesh["tp"] if layout.tp > 1 else None, context_mesh=context_mesh(plain_mesh))
+    before = gpt(dtype, plain_mesh)
     reductions = accumulation if accumulate == "sharded" else 1
     wanted = theory(before, layout, accumulation, dtype.itemsize, reduced, reductions)
     case, engine = engine_of("gpt", layout, dtype, reduce_dtype=reduce_dtype, accumulate=accumulate)

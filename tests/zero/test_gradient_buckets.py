@@ -15,6 +15,7 @@ from tpfuse.comm.layout import local_slices
 from tpfuse.kernels.launch import multiprocessors, recording
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.switches import use
 from tpfuse.testing.inputs import integers
@@ -229,7 +230,7 @@ def test_matrices_have_weight_decay() -> None:
 
 @on_ranks(2)
 def test_bad_arguments_are_refused() -> None:
-    mesh, gpt = mesh_of(1, 2), GPT(CONFIG, device_mesh=tensor_mesh())
+    mesh, gpt = mesh_of(1, 2), parallelize_gpt(GPT(CONFIG), tensor_mesh())
     initialize(gpt, 1)
     layer = nn.Linear(2, 2)
     norm = nn.LayerNorm(2)

@@ -10,14 +10,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from tests.support.meshes import mesh_from, mesh_of
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import gather_whole, local_slices, local_tensor
-from tpfuse.comm.mesh import context_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
 from tpfuse.zero import MuonOptions, adamw, hidden_matrices, shard
@@ -96,8 +97,8 @@ def toy(dtype: torch.dtype = torch.float64, **_: Any) -> Case:
     return Case(model, list(model.blocks), lambda rows, step: model(ids[rows], rows, step) / ids.numel())
 
 
-def gpt(dtype: torch.dtype = torch.float64, **options: Any) -> Case:
-    model, ids = GPT(CONFIG, dtype=dtype, **options), ids_of(CONFIG.vocab_size)
+def gpt(dtype: torch.dtype = torch.float64, mesh: DeviceMesh | None = None, **options: Any) -> Case:
+    model, ids = parallelize_gpt(GPT(CONFIG, dtype=dtype), mesh, GPTOptions(**options)), ids_of(CONFIG.vocab_size)
     initialize(model, 1)
 
     def loss(rows: Tensor, step: int) -> Tensor:
@@ -208,7 +209,7 @@ def engine_of(
     of_engine = [key for key in ("reduce_dtype", "bucket_bytes", "accumulate", "offload") if key in options]
     kept: dict[str, Any] = {key: options.pop(key) for key in of_engine}
     if name == "gpt":
-        options |= {"device_mesh": mesh["tp"] if layout.tp > 1 else None, "context_mesh": context_mesh(mesh)}
+        options |= {"mesh": mesh}
     case = CASES[name](dtype, **options)
     if muon is not None:
         kept["matrices"] = hidden_matrices(case.model)

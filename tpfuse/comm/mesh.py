@@ -69,8 +69,17 @@ def context_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def tensor_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the part of `build_mesh`'s mesh whose ranks share layers, ("tp",); None for one such rank."""
-    return None if device_mesh is None or device_mesh["tp"].size() == 1 else device_mesh["tp"]
+    """Return the part of a mesh whose ranks share layers: its axis "tp", or its only axis; None for one such rank.
+
+    Along the other axes of `build_mesh` ranks share no layers. Raise ValueError for a mesh with any others but one.
+    """
+    names = _names(device_mesh)
+    if device_mesh is None or (names and set(names) <= {"pp", "dp", "cp", "ring", "ulysses"}):
+        return None
+    if "tp" not in names and device_mesh.ndim > 1:
+        raise ValueError(f'mesh has the axes {names or device_mesh.ndim}: expected one named "tp", or one axis')
+    mesh = device_mesh["tp"] if "tp" in names else device_mesh
+    return None if mesh.size() == 1 else mesh
 
 
 def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup | None:

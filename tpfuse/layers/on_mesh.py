@@ -145,8 +145,7 @@ def check_kind(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
     own = ""
     if isinstance(module, kind):
         check_parameters(name, module)
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            raise ValueError(f"{name} has hooks, which the new layer would not run: remove them, and set them on it")
+        check_unhooked(name, module)
         if getattr(module.forward, "__func__", None) is kind.forward:
             return
         own = " with a forward of its own"
@@ -154,6 +153,12 @@ def check_kind(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
         f"{name} is a {type(module).__module__}.{type(module).__name__}{own}: expected an nn.{kind.__name__}; if it"
         f" computes the same, load its state_dict() into an nn.{kind.__name__} and pass that"
     )
+
+
+def check_unhooked(name: str, module: nn.Module) -> None:
+    """Raise ValueError if a module, which a new layer replaces, has hooks. name: its name in the message."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise ValueError(f"{name} has hooks, which the new layer would not run: remove them, and set them on it")
 
 
 def check_parameters(called: str, module: nn.Module) -> None:

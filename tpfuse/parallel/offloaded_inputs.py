@@ -103,12 +103,12 @@ class _Kept:
 class OffloadedInputs:
     """The offloaded inputs of the blocks of a model on a GPU.
 
-    `partial(OffloadedInputs(device), recompute)` stands for `recompute`, a function that calls
+    `partial(OffloadedInputs(), recompute)` stands for `recompute`, a function that calls
     torch.utils.checkpoint.checkpoint, such as `tpfuse.parallel.recompute.recomputed_whole`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._copies = CopyStream(device)
+    def __init__(self) -> None:
+        self._copies: CopyStream | None = None  # of the first input's device
         self._last: ReferenceType[_Kept] | None = None
 
     def __call__(self, recompute: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -121,6 +121,7 @@ class OffloadedInputs:
         def keep(x: Tensor) -> Tensor | _Kept:
             if x.data_ptr() not in own:
                 return x
+            self._copies = self._copies or CopyStream(x.device)
             last = None if self._last is None else self._last()
             if last is not None:
                 last.take()

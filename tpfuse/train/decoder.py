@@ -292,7 +292,7 @@ class DecoderModel(LanguageModel):
         if options.train.recompute == "full":
             model.activation_checkpointing_enable({"use_reentrant": False})
         if options.train.offload_activations:
-            offloaded = OffloadedInputs(device)
+            offloaded = OffloadedInputs()
             for module in model.modules():
                 if hasattr(module, "_gradient_checkpointing_func"):
                     module._gradient_checkpointing_func = partial(offloaded, module._gradient_checkpointing_func)

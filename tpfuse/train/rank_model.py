@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.checkpoint.untrusted import check
 from tpfuse.comm import collectives
-from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
+from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.drop_in.structure import decoder_layers
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.runner import Runner
@@ -41,20 +42,17 @@ class GPTModel(LanguageModel):
         dtype: torch.dtype,
     ) -> None:
         self.config = config
-        self.device_mesh = tensor_mesh(mesh)
         rank, _ = rank_and_size(flat_group(mesh, "pp"))
-        self.module: GPT = GPT(
-            config,
-            device_mesh=self.device_mesh,
-            context_mesh=context_mesh(mesh),
+        on_rank = GPTOptions(
             context_schedule=options.parallel.cp_schedule,
             context_balance=options.parallel.cp_balance,
             recompute=options.train.recompute,
             offload_activations=options.train.offload_activations,
             stages=own_stages(options, config, rank),
-            device=device,
-            dtype=dtype,
         )
+        self.module: GPT = GPT(config, device="meta", dtype=dtype)
+        parallelize_gpt(self.module, mesh, on_rank).to_empty(device=device)
+        self.device_mesh = self.module.device_mesh
         self.context = self.module.context
         self.stages = self.module.stages
         self._forward: Any = self.module  # in training
@@ -135,7 +133,7 @@ def outlined(config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -
     """Return this rank's whole model on the meta device, without communication. mesh: tensor-parallel, or None."""
     if isinstance(config, DecoderConfig):
         return config.outlined(mesh, dtype)
-    return GPT(config, device_mesh=mesh, device="meta", dtype=dtype)
+    return parallelize_gpt(GPT(config, device="meta", dtype=dtype), mesh)
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
