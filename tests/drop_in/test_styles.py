@@ -25,12 +25,12 @@ from torch.nn.utils import prune
 
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import UNEVEN_SEQUENCES, exhaustive
+from tpfuse.drop_in.sequence_hooks import SequenceLength
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
     FusedPrepareModuleInput,
     FusedRowwiseParallel,
     FusedSequenceParallel,
-    SequenceLength,
     WholeSequences,
 )
 from tpfuse.testing.inputs import integers, normal

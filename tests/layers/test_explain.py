@@ -16,12 +16,7 @@ from tests.support.meshes import mesh_of, tensor_mesh
 from tpfuse.choices import Implementation
 from tpfuse.comm.autotune import autotune
 from tpfuse.drop_in.parallelize import restore
-from tpfuse.drop_in.styles import (
-    FusedColwiseParallel,
-    FusedRowwiseParallel,
-    FusedSequenceParallel,
-    ReplicatedParallel,
-)
+from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel, ReplicatedParallel
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
 from tpfuse.layers.layer_norm import LayerNorm

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from tpfuse.drop_in.sequence_hooks import PreparedInput, SequenceLength
 from tpfuse.drop_in.sketch import first_input, with_first_input
 from tpfuse.drop_in.structure import HEADS, LAST_NORMS, TOKEN_EMBEDDINGS, decoders
-from tpfuse.drop_in.styles import PreparedInput, SequenceLength
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.parts import Parts
 

@@ -21,25 +21,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from tpfuse.drop_in import context_proof, kept_activations
+from tpfuse.drop_in.causal_loss import causal_loss
+from tpfuse.drop_in.context_gradients import ContextMean
+from tpfuse.drop_in.context_hooks import (
+    append_last_position,
+    drop_last_position,
+    frequencies_depend_on_length,
+    give_all_heads,
+    give_whole_layers,
+    take_mask,
+)
 from tpfuse.drop_in.conversion import own_class
 from tpfuse.drop_in.converted import ConvertedColumnLinear
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.layer_hooks import show_shards, show_whole
 from tpfuse.drop_in.loss_proof import prove_loss
 from tpfuse.drop_in.outputs import whole_states
-from tpfuse.drop_in.parallel_forward import (
-    ContextMean,
-    ParallelForward,
-    ShardedTokens,
-    append_last_position,
-    causal_loss,
-    drop_last_position,
-    frequencies_depend_on_length,
-    give_all_heads,
-    give_whole_layers,
-    sharded_tokens,
-    take_mask,
-)
+from tpfuse.drop_in.parallel_forward import ParallelForward
+from tpfuse.drop_in.sharded_tokens import ShardedTokens, sharded_tokens
 from tpfuse.drop_in.structure import decoders
 from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
 from tpfuse.parallel.context import ContextParallel

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tpfuse.drop_in.outputs import WholeStates
-from tpfuse.drop_in.parallel_forward import ShardedTokens
+from tpfuse.drop_in.sequence_hooks import first_argument, with_first_argument
+from tpfuse.drop_in.sharded_tokens import ShardedTokens
 from tpfuse.drop_in.shards import split_sequence
 from tpfuse.drop_in.sketch import first_tensor, with_first_tensor
-from tpfuse.drop_in.styles import first_argument, with_first_argument
 
 _REGISTERS = {"_forward_pre_hooks": "register_forward_pre_hook", "_forward_hooks": "register_forward_hook"}
 _TOOLS = ("tpfuse.", "torch.", "transformers.")  # their hooks know shards, or read no values

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.drop_in.sequence_hooks import PreparedInput, SequenceLength, called
 from tpfuse.drop_in.shards import gather_sequence
 from tpfuse.drop_in.sketch import mapped, tensors_in
 from tpfuse.drop_in.structure import decoders
-from tpfuse.drop_in.styles import PreparedInput, SequenceLength, called
 
 
 @dataclass(eq=False)

@@ -24,9 +24,7 @@ in each backward pass, unless an engine of `tpfuse.zero` does.
 """
 
 import inspect
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, Self, cast
@@ -35,78 +33,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from tpfuse.comm import collectives
 from tpfuse.comm.collectives.one_model import InputComparison, compare_inputs, share_generators
 from tpfuse.comm.dispatch import meet
-from tpfuse.comm.layout import local_tensor, model_device
+from tpfuse.comm.layout import model_device
 from tpfuse.comm.mesh import group_of, groups_of, rank_and_size
+from tpfuse.drop_in.causal_loss import causal_loss, counted
+from tpfuse.drop_in.context_gradients import AveragedGradients, register_means
+from tpfuse.drop_in.context_hooks import gather_layers, give_all_heads
 from tpfuse.drop_in.converted import ConvertedColumnLinear
 from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.outputs import NO_LOGITS, WholeStates
-from tpfuse.drop_in.shards import gather_sequence
-from tpfuse.drop_in.sketch import mapped
-from tpfuse.ops.collectives import all_gather, all_reduce
-from tpfuse.ops.cross_entropy import IGNORE, TORCH_IGNORE, cross_entropy, is_ignored
+from tpfuse.drop_in.sharded_tokens import ForwardPass, ShardedTokens, current
+from tpfuse.ops.collectives import all_gather
+from tpfuse.ops.cross_entropy import TORCH_IGNORE, is_ignored
 from tpfuse.ops.dropout import drawn_keys
-from tpfuse.parallel.context import ContextParallel, Documents, ShardedBatch
+from tpfuse.parallel.context import ContextParallel, Documents
 from tpfuse.parallel.pipeline.cut import Stage
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedTokens:
-    """The tokens of a forward pass, sharded over the ranks of a context. Layers get them as their attention mask."""
-
-    sharded: ShardedBatch
-    shape: tuple[int, ...]  # (batch, length) of the whole sequences
-    unseeing: Tensor | None  # [1, local_length] bool: padding before a text, which sees no key; None if there is none
-    last_position: Tensor  # [1, 1]: the largest position of all tokens
-    dropout_keys: Tensor | None  # [layers] int64: for the dropout of attention, if there is one
-    tensor_rank: int
-    tensor_ranks: int
-    window: int | None = None  # as for `ring_attention`
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ValueError(
-            f"context parallelism: the model reads {name} of its attention mask: expected attention that transformers'"
-            " AttentionInterface computes"
-        )
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return all tokens [batch, length, ...] of which x [..., local_length, ...] are this rank's, as a result."""
-        whole = self.sharded.gather(x.reshape(self.sharded.batch, self.sharded.local_length, x.shape[-1]))
-        return self.sharded.context.leave(whole).reshape(*self.shape, x.shape[-1])
-
-    def split(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of x [batch, length, width], which every rank has computed of results."""
-        x = self.sharded.context.enter(x)
-        return self.sharded.shard(x.reshape(self.sharded.batch, self.sharded.length, x.shape[-1]))
-
-    def dropout(self, layer: int, p: float, query: Tensor) -> dict[str, Any]:
-        """Return the options of attention that drop probabilities; query: [batch, heads, tokens, size]."""
-        assert self.dropout_keys is not None
-        documents, heads = self.sharded.documents, query.shape[1]
-        sequences = len(query) if documents is None else len(documents.cu_seqlens) - 1
-        sequence_rows = torch.arange(sequences, device=query.device).unsqueeze(1) * (heads * self.tensor_ranks)
-        head_rows = torch.arange(heads, device=query.device) + heads * self.tensor_rank
-        return {"dropout_p": p, "key": self.dropout_keys[layer], "head_rows": sequence_rows + head_rows}
-
-
-@dataclass(frozen=True, eq=False)
-class ForwardPass:
-    """The forward pass that runs."""
-
-    head: ConvertedColumnLinear | None  # the projection to the vocabulary if it keeps its output sharded
-    tokens: ShardedTokens | None = None  # None if every rank has all tokens
-    targets: Tensor | None = None  # this rank's labels, shifted, if tokens are sharded
-    items: Tensor | int | None = None  # the number of labels of all ranks
 
 
 class _NoCache:
@@ -127,22 +72,7 @@ class _NoCache:
 _NO_CACHE = _NoCache()
 
 
-class _Running(threading.local):
-    """The pass that runs in a thread, None outside of all; torch.compile traces no ContextVar."""
-
-    def __init__(self) -> None:
-        self.now: ForwardPass | None = None
-
-
-_running = _Running()
-
-
-def sharded_tokens() -> ShardedTokens | None:
-    """Return the tokens of the forward pass that runs; None if every rank has all of them."""
-    return None if _running.now is None else _running.now.tokens
-
-
-class ParallelForward:
+class ParallelForward(AveragedGradients):
     """The forward of a converted model (see the module). It is an attribute of the model, and is copied with it.
 
     head: the projection to the vocabulary, whose output stays sharded for the loss. context: None for one rank. stages:
@@ -153,15 +83,13 @@ class ParallelForward:
 
     stages: DecoderStages | None = None
     states: WholeStates | None = None  # if the model itself is the decoder whose layers pass shards of the sequence
-    agreed_pass = -1  # the backward pass for which `agree_on_gradients` has returned
-    agreed: dict[str, bool] | None = None  # which parameters get gradients in it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `_register_means` register.
+        """Return a new one, a copy or an unpickled one too, whose hooks torch.compile lets `register_means` register.
 
         The mark is set here, since it imports the compiler, which takes seconds; transformers has imported it by now.
         """
-        torch.compiler.assume_constant_result(_register_means)  # type: ignore[no-untyped-call]
+        torch.compiler.assume_constant_result(register_means)  # type: ignore[no-untyped-call]
         return super().__new__(cls)
 
     def __init__(
@@ -244,13 +172,13 @@ class ParallelForward:
             keep, no_cache = kwargs.pop("logits_to_keep", 0), self._makes_cache(kwargs)
             kwargs, running = self._shard(kwargs, running.head, context)
         wanted = kwargs.pop("return_dict", None)
-        before, _running.now = _running.now, running
+        before, current.now = current.now, running
         try:
             if running.head is not None:
                 running.head.gather_output = False
             out = self._run_own(kwargs) if stage is None else self._run_stage(kwargs, stage, x)
         finally:
-            _running.now = before
+            current.now = before
             if running.head is not None:
                 running.head.gather_output = True
         if isinstance(out, Tensor):
@@ -264,7 +192,7 @@ class ParallelForward:
         if running.tokens is not None:
             _gather(out, running.tokens, keep)
             if self.model.base_model is self.model:
-                _gather_layers(out, running.tokens)
+                gather_layers(out, running.tokens)
             if no_cache:
                 out["cache"] = _NO_CACHE
         if self.model.base_model is self.model:
@@ -318,7 +246,7 @@ class ParallelForward:
         items = kwargs.get("num_items_in_batch")
         if labels is not None:
             shifted = F.pad(labels, (0, 1), value=TORCH_IGNORE)[:, 1:] if shifted is None else shifted
-            shifted = _counted(shifted, kwargs.get("ignore_index", TORCH_IGNORE))
+            shifted = counted(shifted, kwargs.get("ignore_index", TORCH_IGNORE))
             per_token["labels"] = shifted
             items = (~is_ignored(shifted)).sum() if items is None else items
         documents = None if starts is None else Documents(starts.to(given.device))
@@ -400,88 +328,6 @@ class ParallelForward:
             keys = all_gather(keys, group)[: len(keys)]
         return keys
 
-    def average_gradients(self) -> None:
-        """Let hooks average gradients over the context, if there are any and no engine of `tpfuse.zero` does."""
-        if not torch.is_grad_enabled() or not self.model.mean_over_context:
-            return
-        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            raise ValueError(
-                "context parallelism: torch's fully_shard replaces the parameters whose gradients are averaged over"
-                " the context: use tpfuse.ZeroOptimizer with stage=3 and the mesh"
-            )
-        _register_means(self)
-
-    def agree_on_gradients(self, device: torch.device) -> None:
-        """Raise ValueError if a parameter gets a gradient on some ranks of the context alone.
-
-        The ranks reduce gradients in the order of their backward passes, in which one would then stand for another. The
-        first hook of each pass finds out which parameters will get one. On GPUs a rank waits for the answer only if
-        they are others than in the pass before; of ranks that disagree, one at least sees others.
-        """
-        assert self.context is not None
-        running = torch._C._current_graph_task_id()
-        if running == self.agreed_pass:
-            return
-        trained = {name: x for name, x in self.model.named_parameters() if x.requires_grad}
-        getting = {name: _gets_gradient(x) for name, x in trained.items()}
-        counts = torch.tensor(list(getting.values()), dtype=torch.float32).to(device, non_blocking=True)
-        for group in self.context.groups:
-            counts = collectives.all_reduce(counts, group)
-        if device.type == "cpu" or getting != self.agreed:
-            for name, count in zip(trained, counts.tolist(), strict=True):
-                if 0 < count < self.context.size:
-                    raise ValueError(
-                        f"context parallelism: {name} has a gradient on {count:.0f} of {self.context.size} ranks:"
-                        " expected a module that runs on each of them, for any tokens"
-                    )
-        self.agreed_pass, self.agreed = running, getting
-
-
-def _gets_gradient(parameter: nn.Parameter) -> bool:
-    """Return whether the backward pass that runs comes to a parameter."""
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # torch.autograd.grad returns its gradient
-        return True
-
-
-def _register_means(forward: ParallelForward) -> bool:
-    """Register hooks that average gradients over the context on all parameters that have none, if they are trained.
-
-    A layer that PEFT has added, a parameter that is trained from now on, and a copy of the model get their hooks in the
-    next forward pass. torch.compile does not trace the call, in which it would see no hook and register them again at
-    each step. It calls the function while it traces the pass, and traces again if `forward` is another one or another
-    parameter is trained.
-    """
-    assert forward.context is not None
-    for parameter in forward.model.parameters():
-        hooks = (parameter._backward_hooks or {}).values()
-        if parameter.requires_grad and not any(isinstance(hook, ContextMean) for hook in hooks):
-            parameter.register_hook(ContextMean(forward, forward.context))  # type: ignore[no-untyped-call]
-    return True
-
-
-class ContextMean:
-    """A hook of a parameter that takes the mean of its gradients on the ranks of a context."""
-
-    __torch_unserializable__ = True  # a copy of the model registers hooks of its own
-
-    def __init__(self, forward: ParallelForward, context: ContextParallel) -> None:
-        self.forward, self.context = forward, context
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        """Return the mean of the ranks' gradients; None for this rank's own, if an engine has taken the means over."""
-        if not self.forward.model.mean_over_context:
-            return None
-        self.forward.agree_on_gradients(gradient.device)
-        total = local_tensor(gradient)
-        for group in self.context.groups:
-            total = collectives.all_reduce(total, group)
-        total = total / self.context.size
-        if isinstance(gradient, DTensor):
-            return DTensor(total, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return total
-
 
 def _given(kwargs: dict[str, Any]) -> Tensor:
     """Return the tensor of the arguments that says how many sequences and tokens there are."""
@@ -522,119 +368,3 @@ def _gather(out: Any, tokens: ShardedTokens, keep: int | Tensor) -> None:
             out[name] = tokens.gather(out[name])
     if isinstance(out.get("logits"), Tensor) and not (isinstance(keep, int) and keep == 0):
         out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
-
-
-def take_mask(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the mask of all tokens from the arguments of a decoder, which has this rank's tokens."""
-    sharded = sharded_tokens() is not None
-    return (args, {**kwargs, "attention_mask": None}) if sharded and "attention_mask" in kwargs else None
-
-
-def give_all_heads(mesh: DeviceMesh | None, module: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Return a decoder's output with the probabilities of attention [batch, heads, ...] of all heads.
-
-    An attention that was left alone has all. mesh: the tensor-parallel one. The output is a tuple with
-    return_dict=False.
-    """
-
-    def whole(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.ndim != 4:
-            return x
-        has_all = x.shape[1] == module.config.get_text_config().num_attention_heads
-        return x if has_all else gather_sequence(x, 1, group_of(mesh), None)
-
-    if type(out) is tuple:
-        return tuple(tuple(map(whole, each)) if type(each) is tuple else each for each in out)
-    if getattr(out, "attentions", None):
-        out["attentions"] = tuple(map(whole, out["attentions"]))
-    return out
-
-
-def give_whole_layers(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-    """Replace what a decoder's output has of its layers by that of all tokens; the losses of routers follow from it."""
-    running = _running.now
-    if running is not None and running.tokens is not None:
-        _gather_layers(out, running.tokens)
-
-
-def _gather_layers(out: Any, tokens: ShardedTokens) -> None:
-    """Replace hidden states and logits of routers by those of all tokens."""
-
-    def whole(x: Tensor) -> Tensor:
-        gathered = tokens.gather(x)
-        return gathered if x.ndim > 2 else gathered.flatten(0, 1)
-
-    for name in ("hidden_states", "router_logits"):
-        if getattr(out, name, None) is not None:
-            out[name] = mapped(whole, out[name])
-
-
-def causal_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = TORCH_IGNORE,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Return the loss of transformers' causal language models, equal on all ranks that compute it together.
-
-    It is the sum over all tokens divided by num_items_in_batch (None for the number of labels), in float32, or float64
-    for float64. In a forward pass of `ParallelForward` the logits may be of this rank's tokens and of its slice of the
-    vocabulary.
-    """
-    running = _running.now or ForwardPass(None)
-    if running.targets is not None:
-        target, num_items_in_batch = running.targets, running.items
-    elif shift_labels is not None:
-        target = shift_labels
-    else:
-        target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = target.reshape(-1).to(logits.device)
-    target = _counted(target, ignore_index)
-    group = None if running.head is None else running.head.group
-    logits = logits.reshape(-1, logits.shape[-1])
-    losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, vocab_size, group)
-    items = (~is_ignored(target)).sum() if num_items_in_batch is None else num_items_in_batch
-    loss = losses.sum() / (items.to(losses.device) if isinstance(items, Tensor) else items)
-    if running.tokens is None:
-        return loss
-    context = running.tokens.sharded.context
-    for context_group in context.groups:
-        loss = all_reduce(loss, context_group)
-    return context.leave(loss)
-
-
-def _counted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the labels, -1 for those that the caller's `ignore_index` leaves out."""
-    return labels if ignore_index == TORCH_IGNORE else labels.masked_fill(labels == ignore_index, IGNORE)
-
-
-def frequencies_depend_on_length(module: nn.Module) -> bool:
-    """Return whether a rotary embedding has other frequencies for longer sequences."""
-    kinds = getattr(module, "rope_type", ())
-    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-    return bool(kinds & {"dynamic", "longrope"})
-
-
-def append_last_position(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give a rotary embedding the largest position of all ranks too, so that its frequencies are equal on all."""
-    tokens = sharded_tokens()
-    if tokens is None:
-        return None
-    positions = args[1] if len(args) > 1 else kwargs["position_ids"]
-    last = tokens.last_position.expand(positions.shape[0], 1)
-    positions = torch.cat([positions, last], dim=1)
-    if len(args) > 1:
-        return (args[0], positions, *args[2:]), kwargs
-    return args, {**kwargs, "position_ids": positions}
-
-
-def drop_last_position(module: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Return the tables without the position that `append_last_position` has appended."""
-    return None if sharded_tokens() is None else tuple(table[:, :-1] for table in out)

@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.drop_in.converted import Converted
+from tpfuse.drop_in.conversion import convert
+from tpfuse.drop_in.converted import Converted, combined_class
 from tpfuse.drop_in.outline import outline
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.local_parameter import local
@@ -111,3 +114,29 @@ def rms_norm_terms(module: nn.Module) -> tuple[float, float] | None:
     except Exception:  # a forward with other arguments, or one that needs more than these attributes
         return None
     return (offsets[0], eps) if offsets else None
+
+
+def replicate_(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sum_gradients: bool,
+    source: int | None,
+    kind: type[nn.Module] | None = None,
+    sharded: Sequence[str] = (),
+) -> None:
+    """Make the module's own parameters DTensors that every rank holds whole. kind: its class, by default its own.
+
+    sharded: those whose first dimension is sharded instead.
+    """
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    layouts = {name: (0 if name in sharded else None, None) for name in names}
+    attributes: dict[str, Any] = {"sum_gradients": sum_gradients and mesh.size() > 1}
+    own = module.__dict__.get("forward")
+    if own is not None:
+        kind = combined_class(ReplicatedModule, type(module))
+        attributes["forward"] = functools.partial(run_with_plain_parameters, module, own)
+    if kind is None:
+        terms = rms_norm_terms(module)
+        attributes |= {} if terms is None else {"terms": terms}
+        kind = combined_class(ReplicatedModule if terms is None else ReplicatedRMSNorm, type(module))
+    convert(module, kind, mesh, layouts, source, **attributes)

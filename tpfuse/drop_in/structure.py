@@ -23,13 +23,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.drop_in.converted import Ranges
 from tpfuse.drop_in.proof import Proof
+from tpfuse.drop_in.sequence_hooks import SequenceLength
 from tpfuse.drop_in.styles import (
     FusedColwiseParallel,
     FusedPrepareModuleInput,
     FusedRowwiseParallel,
     FusedSequenceParallel,
     ReplicatedParallel,
-    SequenceLength,
     WholeSequences,
     features,
 )

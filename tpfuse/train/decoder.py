@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tpfuse.comm.layout import Slices, copy_whole_
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.comm.stored_tensors import StoredTensor
+from tpfuse.drop_in.causal_loss import causal_loss
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.drop_in.huggingface import (
     adapt,
@@ -35,7 +36,6 @@ from tpfuse.drop_in.huggingface import (
     replace_forward,
     takes_labels,
 )
-from tpfuse.drop_in.parallel_forward import causal_loss
 from tpfuse.drop_in.parallelize import outlined_shards, parallelize
 from tpfuse.drop_in.structure import Recognised, decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, file_pieces, find_weights, read_weights, take_weights
