@@ -19,7 +19,7 @@ class GPTConfig:
     dropout: float = 0.0
     layer_norm_epsilon: float = 1e-5
 
-    # A model of transformers has a description with the same methods (`tpfuse.train.decoder`).
+    # A model of transformers has a description with the same methods (`tpfuse.train.decoder_config`).
 
     @property
     def family(self) -> str:

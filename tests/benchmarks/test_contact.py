@@ -11,7 +11,7 @@ from benchmarks.contact_products import CANDIDATES, LIMIT, SEPARATE
 from benchmarks.contact_steps import Plan
 from benchmarks.contact_training import BEST, LAUNCHED, PEER, STEP, fastest, part_of
 from benchmarks.harness import OURS
-from tpfuse.train.rank_model import GPTModel
+from tpfuse.train.gpt import GPTModel
 
 FAR = float("inf")
 

@@ -39,7 +39,7 @@ from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import check_timed, layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.trainer import StepResult

@@ -32,7 +32,7 @@ from tpfuse.train import hardware
 from tpfuse.train.batches import Windows
 from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.launch import RankInfo, StopRequest
 from tpfuse.train.loop import TrainingLoop
 from tpfuse.train.model_options import ulysses_ranks

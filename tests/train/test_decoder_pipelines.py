@@ -22,7 +22,7 @@ from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.plan.memory import memories
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import own_stages, pipeline_costs, pipeline_stages
 from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks

@@ -28,7 +28,7 @@ from tpfuse.cli import run
 from tpfuse.commands.shared_model import load_run
 from tpfuse.testing.ranks import pool
 from tpfuse.train.config import read_toml
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.language_model import Drawing
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.options import TrainCommand

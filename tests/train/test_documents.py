@@ -18,7 +18,7 @@ from tests.support.training import check_same, decoder_config, new_trainer, opti
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.rank_model import ModelConfig
 
 START = 5  # in the tokens of `new_trainer`, about one in 61, so that the windows of 7 tokens below have few documents

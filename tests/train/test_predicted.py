@@ -14,7 +14,7 @@ from tpfuse.models.gpt import GPTConfig
 from tpfuse.plan.hardware import known_gpu
 from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.memory import memory_of
 from tpfuse.train.model_options import model_config
 from tpfuse.train.options import PlanCommand, TrainCommand

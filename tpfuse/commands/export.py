@@ -11,7 +11,7 @@ from tpfuse.commands.shared_model import load_run
 from tpfuse.errors import UserError
 from tpfuse.models.gpt import GPT
 from tpfuse.models.huggingface import save_pretrained
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.language_model import LanguageModel
 from tpfuse.train.tokenizer import document_start
 

@@ -29,7 +29,7 @@ from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.check_options import check_timeout, with_layout
 from tpfuse.train.config import parse_train
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import Drawing, LanguageModel
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, launched_rank, start_ranks

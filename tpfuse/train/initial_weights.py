@@ -14,14 +14,13 @@ from typing import Any
 
 from tpfuse.checkpoint.checkpoint import Checkpoint, Shards
 from tpfuse.checkpoint.untrusted import Unreadable, check, read_toml
-from tpfuse.drop_in.weights import read_shard
 from tpfuse.errors import UserError, instead_of, refusing
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.messages import warn
 from tpfuse.train.options import ModelOptions, TrainCommand
-from tpfuse.train.rank_model import ModelConfig
+from tpfuse.train.rank_model import MODELS, ModelConfig
 from tpfuse.train.saved_state import fits, open_run, saved_state
 from tpfuse.train.tokenizer import Tokenizer
 
@@ -111,14 +110,14 @@ def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
     config: the model of the options. Raise UserError if it is not the source's, and CheckpointError if all checkpoints
     are damaged.
     """
-    if isinstance(config, DecoderConfig):
-        folder = options.model.from_ or Path()
+    folder = options.model.from_
+    if folder is not None:
         weighted = any((*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")))
         if weighted:
             with refusing("--model.from "):
-                _, left_out = config.find_weights(folder)
-            if left_out:
-                warn(left_out)
+                files = MODELS[type(config)].files(config, folder)
+            if files.left_out:
+                warn(files.left_out)
         return Source(f"--model.from {folder}", folder if weighted else None, config, None)
     name = options.init_from
     if name is None:
@@ -169,19 +168,12 @@ def load_weights(folder: Path, config: ModelConfig, shards: Shards) -> None:
     folder has changed since `find_source` checked it.
     """
     held = {name: shards[name] for name in shards if name.startswith("model.")}
-    if isinstance(config, DecoderConfig):
-        with refusing("--model.from "):
-            found, _ = config.find_weights(folder)
+    if config.family or _is_huggingface(folder):
+        with refusing("--model.from " if config.family else "--init-from "):
+            files = MODELS[type(config)].files(config, folder)
             for name, each in held.items():
                 for shard in each:
-                    read_shard(shard.tensor.detach(), shard.slices, shard.shape, found[name.removeprefix("model.")])
-        return
-    if _is_huggingface(folder):
-        with refusing("--init-from "):
-            pretrained = open_pretrained(folder)
-            for name, each in held.items():
-                for shard in (shard for shard in each if shard.tensor.numel()):
-                    shard.tensor.detach().copy_(pretrained.read(name.removeprefix("model."), shard.slices))
+                    files.read(name.removeprefix("model."), shard)
         return
     saved = Checkpoint(folder)
     theirs = saved_state(saved)[1]

@@ -3,15 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.checkpoint.manifest import Shard
 from tpfuse.comm.layout import Slices
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.pipeline.cut import Stage
+from tpfuse.plan.sizes import ModelSizes
 from tpfuse.train.batches import MicroBatch
+from tpfuse.train.options import TrainCommand
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,18 @@ class Drawing:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The weights of a model in a folder of Hugging Face.
+
+    left_out: a line about tensors that the model has no layer for, or "". read: fills a shard of the parameter of a
+    name; raise ValueError for files that cannot be read any more.
+    """
+
+    left_out: str
+    read: Callable[[str, Shard], None]
 
 
 class LanguageModel(ABC):
@@ -39,6 +56,30 @@ class LanguageModel(ABC):
     stages: Sequence[Stage]
     # The token with which a document begins, if the tokens of a document see each other alone in `loss`.
     document_start: int | None = None
+
+    @abstractmethod
+    def __init__(
+        self, config: Any, options: TrainCommand, mesh: DeviceMesh | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the model of a description on this rank. mesh: that of the run. Raise ValueError."""
+
+    @staticmethod
+    @abstractmethod
+    def outlined(config: Any, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
+        """Return a rank's whole model on the meta device, without communication. mesh: tensor-parallel, or None."""
+
+    @staticmethod
+    @abstractmethod
+    def sizes(name: str, config: Any, dtype: str) -> ModelSizes:
+        """Return the sizes of a model. Raise UserError for blocks that have no attention, or that are not all alike.
+
+        dtype: that of the parameters, on which depends what models of transformers keep for the backward pass.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def files(config: Any, folder: Path) -> ModelFiles:
+        """Return the weights in a folder of Hugging Face. Raise ValueError, unless the model can have them."""
 
     @abstractmethod
     def draw(self, seed: int) -> None:

@@ -19,12 +19,13 @@ from tpfuse.plan.states import rank_parameters
 from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named, listed
-from tpfuse.train.decoder import shape_mesh
+from tpfuse.train.decoder_config import shape_mesh
+from tpfuse.train.decoder_sizes import EXACT
 from tpfuse.train.model_options import model_config
 from tpfuse.train.option_marks import meaningless, without
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, micro_batch_sizes, rank_count
-from tpfuse.train.predicted import EXACT, layout_of, program_of, sizes_of, stage_blocks
+from tpfuse.train.predicted import layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.rank_model import ModelConfig, outlined, parameter_count
 from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer

@@ -9,7 +9,7 @@ from tpfuse.checkpoint.checkpoint import Checkpoint, checkpoint_folders
 from tpfuse.errors import CheckpointError, UserError, refusing
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
-from tpfuse.train.decoder import DecoderConfig
+from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.options import ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import pipeline_stages, rank_count
 from tpfuse.train.rank_model import ModelConfig, outlined
@@ -32,7 +32,7 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
             _check_cut(options, decoder)
         if options.optim.name == "muon":
             with refusing("--optim.name muon: ", ": give --optim.name adamw"):
-                hidden_matrices(decoder.empty(torch.float32))
+                hidden_matrices(outlined(decoder, None, torch.float32))
         return decoder
     shape = {item.name: getattr(model, item.name) for item in fields(model) if item.name not in ("preset", "from_")}
     config = GPTConfig(vocab_size, **shape)
@@ -65,14 +65,14 @@ def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
         pipeline_stages(options, config)
 
 
-def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> DecoderConfig:
+def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> ModelConfig:
     saved = [] if run is None or (folder / "config.json").is_file() else checkpoint_folders(run)
     for checkpoint in saved:
         try:
             config = saved_state(Checkpoint(checkpoint))[1]
         except CheckpointError:
             continue
-        if isinstance(config, DecoderConfig):
+        if config.family:  # of transformers
             return config
     parallel = options.parallel
     with refusing(f"--model.from {folder}: "):

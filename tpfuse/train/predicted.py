@@ -3,30 +3,20 @@
 A run is predicted if `tpfuse.plan.hardware` describes its GPUs and the model of cost knows its options.
 """
 
-import json
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from math import prod
-from typing import Any
 
 import torch
-from torch import nn
 
-from tpfuse.drop_in.huggingface import causal_model, register
-from tpfuse.drop_in.kept_activations import kept_by_blocks
-from tpfuse.drop_in.weights import empty_model
 from tpfuse.errors import UserError
 from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.plan.hardware import Cluster, known_gpu, parse_network
 from tpfuse.plan.sizes import TPFUSE, ModelSizes, RankLayout, TrainingProgram
 from tpfuse.plan.time import StepTimes, simulated_step, step_times
-from tpfuse.train.decoder import DecoderConfig
 from tpfuse.train.model_options import ulysses_ranks
 from tpfuse.train.options import PlanCommand, TrainCommand
 from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages, stages_per_rank
-from tpfuse.train.rank_model import ModelConfig, blocks_of
+from tpfuse.train.rank_model import MODELS, ModelConfig
 
-EXACT = 0.01  # the share by which a model's parameters may differ from the formula's
 _TIMED = ("float32", "bfloat16", "float16")  # the dtypes whose rates are known
 
 
@@ -154,67 +144,4 @@ def sizes_of(name: str, config: ModelConfig, dtype: str) -> ModelSizes:
 
     dtype: that of the parameters, on which depends what models of transformers keep for the backward pass.
     """
-    if isinstance(config, DecoderConfig):
-        return _sizes_of_decoder(name, config, dtype)
-    return ModelSizes(
-        name, config.n_layer, config.n_embd, config.n_head, config.n_head, config.n_embd // config.n_head,
-        4 * config.n_embd, False, config.vocab_size, config.n_positions, positions=config.n_positions,
-        biases=config.bias, norm_bias=config.bias, dropout=config.dropout > 0, is_gpt=True,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=8)
-def _kept_by_blocks(settings: str, tokens: int, dtype: str) -> tuple[float, float]:
-    """Return `ModelSizes.kept` of the model with this config.json."""
-    register()
-    return kept_by_blocks(empty_model(causal_model, json.loads(settings), getattr(torch, dtype)), tokens)
-
-
-def _sizes_of_decoder(name: str, config: DecoderConfig, dtype: str) -> ModelSizes:
-    """Return the sizes of a model of transformers. Raise UserError as `sizes_of` does.
-
-    What its configuration leaves open is found in the parameters of the model, which is made without memory.
-    """
-    model = config.empty(torch.float32)
-    theirs: Any = model.config
-    block, *following = ([tuple(each.shape) for each in module.parameters()] for module in blocks_of(model))
-    for number, other in enumerate(following, 1):
-        if other != block:
-            raise UserError(
-                f"{name}: block {number} of {theirs.model_type} has other weights than block 0, as where only some"
-                " blocks are mixtures of experts: tpfuse does not know the memory and times of such models"
-            )
-    parameters, weights = (sum(prod(shape) for shape in block if len(shape) >= least) for least in (1, 2))
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    inner = [getattr(theirs, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")]
-    plain = ModelSizes(
-        name, config.n_layer, config.n_embd, config.n_head,
-        kv_heads=getattr(theirs, "num_key_value_heads", None) or config.n_head,
-        head_size=getattr(theirs, "head_dim", None) or config.n_embd // config.n_head,
-        inner=4 * config.n_embd, gated=False, vocabulary=config.vocab_size,
-        tokens=config.n_positions, positions=sum(len(table) for table in tables if len(table) != config.vocab_size),
-        tied=head is None or any(head.weight is table for table in tables), biases=False,
-        norm_bias=any(isinstance(module, nn.LayerNorm) for module in model.modules()), dropout=config.drops,
-        kept=_kept_by_blocks(json.dumps(config.settings), config.n_positions, dtype),
-    )  # fmt: skip
-    dense = [replace(plain, inner=size) for size in inner if size] + [plain]
-    attention = replace(plain, inner=0).block_weights
-    others = [replace(plain, other_weights=weights - attention)] if weights > attention else []
-    for sizes in (*(replace(each, gated=gated) for each in dense for gated in (False, True)), *others):
-        if sizes.block_weights == weights:
-            extra = {biases: parameters - replace(sizes, biases=biases).block_parameters for biases in (False, True)}
-            biases = min(extra, key=lambda each: (extra[each] < 0, abs(extra[each])))
-            found = replace(sizes, biases=biases, more_norms=max(0, extra[biases]))
-            counted = sum(parameter.numel() for parameter in model.parameters())
-            if abs(found.parameters / counted - 1) <= EXACT:
-                return found
-            raise UserError(
-                f"{name}: {theirs.model_type} has {counted:,} parameters, and {found.parameters:,} if it had"
-                " nothing but equal blocks, a norm, embeddings and a head: tpfuse does not know the memory and times of"
-                " such models"
-            )
-    raise UserError(
-        f"{name}: a block of {theirs.model_type} has {weights:,} weights, and attention alone would have"
-        f" {attention:,}: tpfuse does not know the memory and times of such blocks"
-    )
+    return MODELS[type(config)].sizes(name, config, dtype)

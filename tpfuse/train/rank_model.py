@@ -1,8 +1,7 @@
-"""The models that `tpfuse train` trains: the GPT of tpfuse, and decoders of transformers (`tpfuse.train.decoder`)."""
+"""The models that `tpfuse train` trains, by their descriptions: the GPT of tpfuse, and decoders of transformers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import Any, get_type_hints
 
 import torch
@@ -12,93 +11,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.checkpoint.untrusted import check
 from tpfuse.comm import collectives
-from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.drop_in.structure import decoder_layers
-from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
-from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.train.batches import MicroBatch
-from tpfuse.train.compiled import compiled
-from tpfuse.train.decoder import DecoderConfig, DecoderModel
-from tpfuse.train.language_model import Drawing, LanguageModel
+from tpfuse.train.decoder import DecoderModel
+from tpfuse.train.decoder_config import DecoderConfig
+from tpfuse.train.gpt import GPTModel
+from tpfuse.train.language_model import LanguageModel
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.pipeline_options import own_stages, pipeline_order
+from tpfuse.train.pipeline_options import pipeline_order
 
 ModelConfig = GPTConfig | DecoderConfig
 
 
-class GPTModel(LanguageModel):
-    """The GPT on this rank. mesh: the whole mesh of the run, None for one rank. Its parameters are uninitialised."""
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        options: TrainCommand,
-        mesh: DeviceMesh | None,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.config = config
-        rank, _ = rank_and_size(flat_group(mesh, "pp"))
-        on_rank = GPTOptions(
-            context_schedule=options.parallel.cp_schedule,
-            context_balance=options.parallel.cp_balance,
-            recompute=options.train.recompute,
-            offload_activations=options.train.offload_activations,
-            stages=own_stages(options, config, rank),
-        )
-        self.module: GPT = GPT(config, device="meta", dtype=dtype)
-        parallelize_gpt(self.module, mesh, on_rank).to_empty(device=device)
-        self.device_mesh = self.module.device_mesh
-        self.context = self.module.context
-        self.stages = self.module.stages
-        self._forward: Any = self.module  # in training
-
-    def draw(self, seed: int) -> None:
-        initialize(self.module, seed)
-
-    def compile(self, *, one_graph: bool) -> None:
-        self._forward = compiled(self.module, one_graph=one_graph)
-
-    def part(self, stage: Stage, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        ids, targets, weight, at, sequences, cache, _ = batch
-        forward = self.module if at is None else self._forward
-        starts = None if targets is None or self.document_start is None else ids == self.document_start
-        y: Tensor = forward(
-            ids, targets, loss_weight=None if targets is None else weight, dropout_at=at, sequences_B=sequences,
-            cache=cache, stage=stage, x_mC=x, starts_BT=starts,
-        )  # fmt: skip
-        return y
-
-    def modules_of(self, stage: Stage) -> list[nn.Module]:
-        return self.module.modules_of(stage)
-
-    def generate(
-        self,
-        ids: Tensor,
-        tokens: int,
-        drawing: Drawing,
-        ends: tuple[int, ...] = (),
-        logits: Callable[[MicroBatch], Tensor] | None = None,
-    ) -> Tensor:
-        forward = None if logits is None else lambda ids, cache: logits(MicroBatch(ids, cache=cache))
-        eos = ends[0] if ends else None
-        return generate(self.module, ids, tokens, eos=eos, forward=forward, **asdict(drawing))
-
-    def flops_per_token(self) -> int:
-        return self.module.flops_per_token()
+# The models by the types of their descriptions.
+MODELS: dict[type, type[LanguageModel]] = {GPTConfig: GPTModel, DecoderConfig: DecoderModel}
 
 
 def language_model(
     config: ModelConfig, options: TrainCommand, mesh: DeviceMesh | None, device: torch.device, dtype: torch.dtype
 ) -> LanguageModel:
     """Return the model of a description on this rank, with uninitialised parameters. Raise ValueError."""
-    if isinstance(config, DecoderConfig):
-        return DecoderModel(config, options, mesh, device, dtype)
-    return GPTModel(config, options, mesh, device, dtype)
+    return MODELS[type(config)](config, options, mesh, device, dtype)
 
 
 def pipeline_runner(
@@ -131,9 +66,7 @@ def pipeline_logits(model: LanguageModel, runner: Runner, batch: MicroBatch) -> 
 
 def outlined(config: ModelConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
     """Return this rank's whole model on the meta device, without communication. mesh: tensor-parallel, or None."""
-    if isinstance(config, DecoderConfig):
-        return config.outlined(mesh, dtype)
-    return parallelize_gpt(GPT(config, device="meta", dtype=dtype), mesh)
+    return MODELS[type(config)].outlined(config, mesh, dtype)
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
