@@ -78,7 +78,7 @@ def register_means(forward: AveragedGradients) -> bool:
     for parameter in forward.model.parameters():
         hooks = (parameter._backward_hooks or {}).values()
         if parameter.requires_grad and not any(isinstance(hook, ContextMean) for hook in hooks):
-            parameter.register_hook(ContextMean(forward, forward.context))  # type: ignore[no-untyped-call]
+            parameter.register_hook(ContextMean(forward, forward.context))
     return True
 
 

@@ -139,7 +139,7 @@ def parallelize(
             huggingface.refuse_changes(model)
         offer_save_pretrained(model, mesh)
         model.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP(model)
-    share_generators([*groups_of(tensor_mesh), *context.groups], mesh.device_type)
+        share_generators([*groups_of(tensor_mesh), *context.groups], mesh.device_type)
     if check:
         try:
             compare(before, small_step(model, batch), mesh)
