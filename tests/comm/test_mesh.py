@@ -31,7 +31,7 @@ from tpfuse.comm.mesh import (
 from tpfuse.kernels.launch import RESERVED
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero.fully_sharded import data_mesh
+from tpfuse.zero.sharded_units import data_mesh
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 63, 100, 1000])

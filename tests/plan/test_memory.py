@@ -46,7 +46,8 @@ from tpfuse.train.trainer import StepResult
 from tpfuse.zero import muon
 from tpfuse.zero.collectives_with_traffic import Counted
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameter_groups
+from tpfuse.zero.fsdp_internals import whole_gradients
+from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.muon import MuonOptions, cost, orthogonalised
 
@@ -250,27 +251,29 @@ def _held_at_stage_3(options: TrainCommand) -> tuple[int, ...]:
     trainer, windows = new_trainer(options, DEEP)
     engine, runner = trainer.engine, trainer.runner
     assert isinstance(engine, FullySharded) and runner is not None
-    parameters = [p for group in _parameter_groups(*engine._units) for p in group.fsdp_params]
-    run, reduce = runner._run, Counted.__call__
+    reduce = Counted.__call__
     gathered, whole, sent = [0], [0], [0]
 
-    def counted(*arguments: Any) -> list[Tensor]:
-        losses = run(*arguments)
-        present = [_gathered(p) for p in parameters]
-        gathered.append(sum(local_tensor(x).untyped_storage().nbytes() for x in present if x is not None))
-        gradients = [
-            p.unsharded_accumulated_grad if x is None or x.grad is None else x.grad
-            for p, x in zip(parameters, present, strict=True)
-        ]
-        whole.append(sum(local_tensor(x).nbytes for x in gradients if x is not None))
-        return losses
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call`, which begins after an action has ended."""
+
+        def counted(*arguments: Any) -> Any:
+            present = [x for unit in engine._units for x in unit.gathered.values()]
+            gathered.append(sum(local_tensor(x).untyped_storage().nbytes() for x in present))
+            gradients = [x for unit in engine._units for x in whole_gradients(unit.module).values()]
+            gradients += [x.grad for x in present]
+            whole.append(sum(local_tensor(x).nbytes for x in gradients if x is not None))
+            return call(*arguments)
+
+        return counted
 
     def sending(self: Counted, **arguments: Any) -> Any:
         if self._operation == "reduce_scatter":
             sent.append(arguments["input_tensor"].nbytes)
         return reduce(self, **arguments)
 
-    runner._run = counted  # type: ignore[method-assign, assignment]
+    for name in ("_take", "_finish"):
+        setattr(runner, name, counting(getattr(runner, name)))
     with mock.patch.object(Counted, "__call__", sending):
         trainer.train_step(windows, lambda: False)
     shards = sum(local_tensor(member.sharded).nbytes for member in engine.members)

@@ -2,17 +2,20 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.meshes import mesh_of
+from tests.support.tiers import exhaustive, needs_torch
 from tpfuse.choices import Accumulate
-from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import on_ranks
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
-from tpfuse.zero.fully_sharded import FullySharded, _gathered, _parameters_of
+from tpfuse.zero.fsdp_internals import whole_gradients
+from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.reducer.direct import GRADIENT_BUFFERS, DirectReducer
 
@@ -32,8 +35,8 @@ def loss_of(model: nn.Module, micro_batch: int) -> Tensor:
 def held_by(engine: FullySharded) -> int:
     """Return the bytes of gradients that `fully_shard` holds, in shards and whole."""
     held = [member.place.sums for member in engine.members]
-    for parameter in _parameters_of(*engine._units):
-        held += [parameter.unsharded_accumulated_grad, getattr(_gathered(parameter), "grad", None)]
+    for unit in engine._units:
+        held += [*whole_gradients(unit.module).values(), *(x.grad for x in unit.gathered.values())]
     return sum(local_tensor(x).nbytes for x in held if x is not None)
 
 
@@ -82,6 +85,37 @@ def test_a_rank_holds_at_most_the_gradients_that_fully_shard_holds() -> None:
         assert more >= 1.0 + 0.5 * (stage == 2)
         for x, y in zip(sums, wholes, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+def replicated() -> None:
+    """Two micro-batches are reduced within a replica, and the last one, which sums over the replicas, has no pass."""
+    model, plain, world = made(), made(), dist.get_world_size()
+    engine = shard(model, mesh_of(world, 1), stage=3, units=list(model), replicas=2)
+    assert isinstance(engine, FullySharded)
+    engine.start(last=False)
+    loss_of(model, 7).backward()  # type: ignore[no-untyped-call]
+    engine.discard()
+    received = engine.traffic.received
+    for index in range(2):
+        engine.start(last=False)
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        assert all(member.place.sums is None for member in engine.members), "they wait for the other replica"
+        for rank in range(world):
+            plain(normal(index + 10 * rank, 3, WIDTH)).square().mean().backward()
+    engine.start(last=True)
+    engine.finish()
+    for member in engine.members:
+        part = tuple(slice(*each) for each in local_slices(member.sharded))
+        torch.testing.assert_close(member.gradient, plain.get_parameter(member.name).grad[part])  # type: ignore[index]
+    if world == 2:
+        sums = sum(member.gradient.nbytes for member in engine.members)
+        assert engine.traffic.received - received == sums, "there was more than one sum over the replicas"
+
+
+@needs_torch(2, 13, "older ones sum over the replicas in each micro-batch")
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
+def test_sums_wait_for_other_replicas_until_the_last_micro_batch(world: int) -> None:
+    pool(world).run(replicated)
 
 
 @on_ranks(2)

@@ -23,9 +23,8 @@ from tpfuse.comm.traffic import Traffic
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
-from tpfuse.zero import MuonOptions, adamw, offload
+from tpfuse.zero import MuonOptions, adamw, fsdp_internals, offload
 from tpfuse.zero.bucket_layout import BucketLayout, Segment
-from tpfuse.zero.fully_sharded import _parameter_groups, _parameters_of
 from tpfuse.zero.offload import FileStore, MemoryStore, check_space, state_bytes
 from tpfuse.zero.reducer import shard_update
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate, Staging, StateStore
@@ -268,12 +267,13 @@ def _on_two_memories(
         by_muon = [piece for piece in pieces if piece.name in matrices and piece.kind == "exp_avg"]
         state = [piece.tensor for piece in pieces]
         if offloads:
-            parameters = _parameters_of(*engine._units)
-            for each in (engine, *_parameter_groups(*engine._units), *parameters):
-                each.device = DEVICE
+            engine.device, shards = DEVICE, list[Tensor]()
+            for unit in engine._units:
+                for each in (fsdp_internals._group(unit.module), *fsdp_internals._parameters(unit.module).values()):
+                    each.device = DEVICE
+                shards += fsdp_internals.padded_shards(unit.module).values()
             if optimizer._muon is not None:
                 optimizer._muon._traffic = Traffic()  # between the devices, and not counted below
-            shards = [parameter._sharded_param_data for parameter in parameters]
             for tensor in (*state, optimizer._step, *shards):
                 memories.keep(tensor)
             assert (

@@ -253,20 +253,25 @@ def test_buckets_are_reduced_with_the_last_arrival_and_tied_ones_at_the_end() ->
 @pytest.mark.parametrize("accumulate", ["sharded", "whole"])
 @on_ranks(4)
 def test_stage_3_reduces_a_unit_with_its_last_gradient(accumulate: Accumulate) -> None:
-    staged, counts = Staged(3, used=True, accumulate=accumulate), []
+    staged, received = Staged(3, used=True, accumulate=accumulate), []
     engine = staged.engine
     assert isinstance(engine, FullySharded)
     first, second = staged.pipeline.blocks
 
     def watch(action: Action) -> None:
         if (action.kind, action.micro_batch) == (Kind.FORWARD, 0):  # now the parameters are gathered
-            first.up.bias.register_post_accumulate_grad_hook(lambda _: counts.append(len(engine._unreduced)))
+            received.append(engine.traffic.received)
+            first.up.bias.register_post_accumulate_grad_hook(lambda _: received.append(engine.traffic.received))
 
     with watched(watch):
         staged.step(1)
-    before = [3 if accumulate == "whole" else 2] * (BATCHES - 1)  # two blocks, and the model with what is in no block
-    assert counts == [*before, 2], "in the last pass the second block is reduced before the gradients of the first one"
-    assert not engine._unreduced
+    in_second = {name for name, parameter in engine.model.named_parameters() if parameter in {*second.parameters()}}
+    sizes = {member.name: local_tensor(member.sharded).nbytes for member in engine.members}  # all shapes are even
+    before, whole = sum(sizes[name] for name in in_second & sizes.keys()), accumulate == "whole"
+    # When the gradients of the first block arrive, the second block is reduced, and later the first one and the rest.
+    passes = [0] * (BATCHES - 1) + [before] if whole else [i * sum(sizes.values()) + before for i in range(BATCHES)]
+    assert [count - received[0] for count in received[1:]] == passes
+    assert not engine._owed
     engine.finish()
     assert isinstance(second.up.bias, DTensor), "the parameters are free"
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tests.zero.zero_training import torchs_adamw
+from tpfuse.choices import Accumulate
 from tpfuse.comm.layout import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
@@ -121,14 +122,19 @@ def test_a_write_to_a_gathered_parameter_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float64)])
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"),
+    [(torch.bfloat16, "sharded"), (torch.bfloat16, "whole"), *exhaustive((torch.float64, "sharded"))],
+)
 @on_ranks(2)
-def test_a_parameter_that_takes_no_part_in_a_micro_batch_has_gradient_zero_there(dtype: torch.dtype) -> None:
+def test_a_parameter_that_takes_no_part_in_a_micro_batch_has_gradient_zero_there(
+    dtype: torch.dtype, accumulate: Accumulate
+) -> None:
     """A pattern says for each rank and micro-batch whether the layer takes part; it is not a unit of its own."""
     patterns = [((False, False), (False, False)), ((True, True), (False, False)), ((False, True), (True, False))]
     for pattern in patterns:
         model, plain, rank = _Layers(dtype), _Layers(dtype), dist.get_rank()
-        engine = shard(model, mesh_of(2, 1), stage=3)
+        engine = shard(model, mesh_of(2, 1), stage=3, accumulate=accumulate)
         expected = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in plain.named_parameters()}
         for micro, x in enumerate(_X.to(dtype).chunk(2)):
             engine.start(last=micro == 1)

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from tpfuse.plan.sizes import ModelSizes, TrainingProgram
 from tpfuse.zero.bucket_layout import ALIGNMENT, BUCKET_BYTES, Kind
-from tpfuse.zero.fully_sharded import shard_dim
 from tpfuse.zero.reducer.direct import GRADIENT_BUFFERS
+from tpfuse.zero.sharded_units import shard_dim
 
 Shape = tuple[int, ...]
 

@@ -116,12 +116,15 @@ class Engine(ABC):
         """Return whether every gradient of the last micro-batch is reduced."""
 
     @abstractmethod
-    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> AbstractContextManager[None]:
+    def backward_pass(
+        self, parameters: set[Parameter], complete: set[Parameter], *, split: bool
+    ) -> AbstractContextManager[None]:
         """Mark a pass of a pipeline's step that computes gradients of a stage's parameters, around that pass.
 
         complete: those that no later pass computes gradients of. The gradients of a parameter that has had fewer of
-        them than others, or none, are complete at the end of that pass. If `accumulate` is "sharded", each pass must be
-        marked, and its gradients are reduced; otherwise those with `complete` parameters are enough.
+        them than others, or none, are complete at the end of that pass. split: whether the pass is the second half of
+        one, of which the first half has computed the gradient of the stage's input. Each pass that computes gradients
+        of parameters must be marked; if `accumulate` is "sharded", its gradients are reduced.
 
         The replicas of a rank must mark the same passes. They are then at the same point of the pipeline's schedule
         whenever they wait for each other: if one of them waited for gradients of a later pass, that pass might wait,

@@ -241,7 +241,7 @@ class GradientBuckets(Engine):
             self._turns.pop(0)
 
     @contextmanager
-    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter]) -> Iterator[None]:
+    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter], *, split: bool) -> Iterator[None]:
         self._ended |= complete
         sharded = self.accumulate == "sharded"
         if sharded:

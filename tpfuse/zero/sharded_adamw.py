@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
-from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
+from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.muon import Muon, update_momentum
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
 from tpfuse.zero.shard_adamw import MOMENTS, ShardAdamW
 from tpfuse.zero.shard_slices import StateKind, StateRectangle
+from tpfuse.zero.sharded_units import ShardedParameter
 
 
 class ShardedAdamW(ShardAdamW):

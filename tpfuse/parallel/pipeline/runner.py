@@ -23,7 +23,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.checkpoint import GraphExecGroup
 
-from tpfuse.choices import Accumulate
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.collectives.one_model import compare_inputs
@@ -46,15 +45,16 @@ _Taken = tuple[Tensor, tuple[int, Message] | None]  # what another stage has sen
 class GradientEngine(Protocol):
     """The part of the engines of `tpfuse.zero.shard` that a pipeline uses. They take the gradients of its stages."""
 
-    accumulate: Accumulate
-
     def start(self, *, last: bool, backwards: int = 1, again: bool = False) -> None:
         """Begin a step with this number of backward passes, even if `ZeroOptimizer.zero_grad()` has begun it."""
 
-    def backward_pass(self, parameters: set[nn.Parameter], complete: set[nn.Parameter]) -> AbstractContextManager[None]:
+    def backward_pass(
+        self, parameters: set[nn.Parameter], complete: set[nn.Parameter], *, split: bool
+    ) -> AbstractContextManager[None]:
         """Mark a pass of a step that computes gradients of these parameters, around that pass.
 
-        complete: those that no later pass computes gradients of.
+        complete: those that no later pass computes gradients of. split: whether an earlier pass has computed those of
+        the stage's input.
         """
 
 
@@ -259,17 +259,18 @@ class Runner:
         return [outputs[number] for number in sorted(outputs)]
 
     def _backward_pass(self, action: Action, engine: GradientEngine | None) -> AbstractContextManager[None]:
-        """Mark an action that computes gradients of a stage's weights, if the engine reduces them.
+        """Mark an action that computes gradients of a stage's weights.
 
         After the last one of a stage those of its parameters are complete that no stage with later ones has.
         """
-        if engine is None or not (action in self._last_passes or (action.ends and engine.accumulate == "sharded")):
+        if engine is None or not action.ends:
             return nullcontext()
         parameters, complete = set(self.parameters(action.stage)), set[nn.Parameter]()
         if action in self._last_passes:
             later = self._last_passes[self._last_passes.index(action) + 1 :]
             complete = parameters.difference(*(self.parameters(each.stage) for each in later))
-        return engine.backward_pass(parameters, complete)
+        split = action.kind is Kind.WEIGHT and self._flights[action.stage, action.micro_batch].groups is not None
+        return engine.backward_pass(parameters, complete, split=split)
 
     def _run(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
         """Compute an action; return the loss if it is the forward pass of the last stage."""
