@@ -44,6 +44,7 @@ def sum_partials_kernel(
     splits,
     M,
     N,
+    width,  # columns of partials; an argument, since offsets that loads and stores share would stay in registers
     stride_bias,
     stride_rm,
     stride_rn,
@@ -55,7 +56,6 @@ def sum_partials_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     first_m = tl.program_id(0) // tiles_n * BLOCK_M
     first_n = tl.program_id(0) % tiles_n * BLOCK_N
-    width = 2 * N if GATED else N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in range(splits):
@@ -94,6 +94,7 @@ def sum_partials(
         splits=len(partials),
         M=m,
         N=n,
+        width=partials.shape[2],
         ACTIVATION=activation or "none",
         **term_strides(bias, residual),
         **row.options,
