@@ -18,13 +18,7 @@ from tpfuse.comm.layout import Slices, copy_whole_
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size, tensor_mesh
 from tpfuse.drop_in.causal_loss import causal_loss
 from tpfuse.drop_in.decoder_stages import DecoderStages
-from tpfuse.drop_in.huggingface import (
-    adapt,
-    causal_model,
-    cut,
-    replace_forward,
-    takes_labels,
-)
+from tpfuse.drop_in.huggingface import adapt, causal_model, cut, replace_forward, takes_labels
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.drop_in.weights import file_pieces, read_shard, read_weights, take_weights
 from tpfuse.models.generate import choose
