@@ -29,7 +29,7 @@ from benchmarks.cpu_ranks import ALONE, alternate, calls, pools, report
 from benchmarks.harness import OURS, Parser, write_row
 from tpfuse.choices import Implementation
 from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.ops.ring_attention.ring_attention import Group, Schedule, ring_attention
+from tpfuse.ops.ring_attention.ring_attention import ContextSchedule, Group, ring_attention
 from tpfuse.switches import use
 from tpfuse.testing.ranks import RankPool
 
@@ -136,7 +136,7 @@ class PlainRing(Function):
 
 
 def _ours(
-    q: Tensor, k: Tensor, v: Tensor, name: Implementation, schedule: Schedule, group: Group, length: int
+    q: Tensor, k: Tensor, v: Tensor, name: Implementation, schedule: ContextSchedule, group: Group, length: int
 ) -> Tensor:
     with use(implementation=name):
         return ring_attention(q, k, v, group=group, schedule=schedule, length=length)
@@ -146,7 +146,7 @@ def _candidates(subject: CpSubject) -> dict[str, Attention]:
     """Return the candidates that take part in the ring, on every rank."""
     world, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
-    schedules: dict[Schedule, Group] = {"ring": group, "all_gather": group}
+    schedules: dict[ContextSchedule, Group] = {"ring": group, "all_gather": group}
     if subject.heads % world == 0:
         schedules["ulysses"] = group
     if world == 4:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm.mesh import context_mesh, tensor_mesh
 from tpfuse.layers.on_mesh import check_unhooked, take_
 from tpfuse.models.gpt import GPT, Transformer
-from tpfuse.parallel.context import Balance, ContextParallel, Schedule
+from tpfuse.parallel.context import Balance, ContextParallel, ContextSchedule
 from tpfuse.parallel.offloaded_inputs import OffloadedInputs
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
@@ -28,7 +28,7 @@ class GPTOptions:
     one.
     """
 
-    context_schedule: Schedule = "auto"
+    context_schedule: ContextSchedule = "auto"
     context_balance: Balance = "zigzag"
     recompute: Recompute = "none"
     offload_activations: bool = False

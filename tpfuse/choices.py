@@ -4,7 +4,7 @@ from typing import Literal
 
 Balance = Literal["zigzag", "contiguous", "striped"]
 """The rule that says which tokens of a sequence a context-parallel rank has (`tpfuse.ops.ring_attention.layout`)."""
-Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
+ContextSchedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 """The schedule by which context-parallel ranks attend to each other's tokens (`tpfuse.ops.ring_attention`)."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 """The order in which pipeline stages compute their micro-batches (`tpfuse.parallel.pipeline.order`)."""

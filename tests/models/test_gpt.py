@@ -20,7 +20,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
 from tpfuse.ops.dropout import dropout_key, keep_mask
-from tpfuse.parallel.context import Balance, Schedule
+from tpfuse.parallel.context import Balance, ContextSchedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
@@ -112,7 +112,7 @@ def test_vocabularies_smaller_than_the_world_and_no_biases() -> None:
 )
 @on_ranks("tp", "cp")
 def test_context_parallel_ranks_give_the_losses_and_gradients_of_one_rank(
-    tp: int, cp: int, schedule: Schedule, balance: Balance, length: int, ulysses: int
+    tp: int, cp: int, schedule: ContextSchedule, balance: Balance, length: int, ulysses: int
 ) -> None:
     """Compare losses, logits and gradients of ranks that share sequences with those of one rank."""
     mesh = mesh_of(1, tp, cp, ulysses)

@@ -16,7 +16,7 @@ from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.models.parallelize_gpt import GPTOptions, parallelize_gpt
-from tpfuse.parallel.context import Schedule
+from tpfuse.parallel.context import ContextSchedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.switches import use
@@ -43,7 +43,7 @@ def _built(
     config: GPTConfig,
     recompute: Recompute,
     mesh: DeviceMesh | None = None,
-    schedule: Schedule = "auto",
+    schedule: ContextSchedule = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> GPT:
     model = parallelize_gpt(GPT(config, dtype=dtype), mesh, GPTOptions(recompute=recompute, context_schedule=schedule))
@@ -80,7 +80,7 @@ def test_two_steps_of_accumulation_and_a_graph_that_is_kept() -> None:
 
 @pytest.mark.parametrize(("tp", "cp", "schedule"), [(2, 1, "auto"), (1, 2, "ring"), *exhaustive((1, 2, "ulysses"))])
 @on_ranks("tp", "cp")
-def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule) -> None:
+def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: ContextSchedule) -> None:
     """Check which inputs of second layers exist after the forward pass, by weak references: hooks hide them from
     counting."""
     mesh = mesh_of(1, tp, cp)
@@ -98,7 +98,9 @@ def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule)
             loss.backward()
 
 
-def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, length: int, dropout: float) -> None:
+def _same_on_ranks(
+    tp: int, cp: int, schedule: ContextSchedule, impl: Implementation, length: int, dropout: float
+) -> None:
     mesh = mesh_of(1, tp, cp)
     config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
     with use(implementation=impl):
@@ -116,7 +118,9 @@ def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, l
         *exhaustive((2, 1, "auto", "collective"), (1, 2, "ulysses", "direct"), (2, 2, "ring", "direct")),
     ],
 )
-def test_ranks_communicate_again_in_the_same_order(tp: int, cp: int, schedule: Schedule, impl: Implementation) -> None:
+def test_ranks_communicate_again_in_the_same_order(
+    tp: int, cp: int, schedule: ContextSchedule, impl: Implementation
+) -> None:
     for length, dropout in ((T, 0.0), (11, 0.2)):  # 33 tokens are padded
         pool(tp * cp).run(_same_on_ranks, tp, cp, schedule, impl, length, dropout)
 

@@ -24,7 +24,7 @@ from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.styles import check_unconverted
 from tpfuse.drop_in.weights import agreement, find_weights, offer_save_pretrained, read_weights, take_weights
-from tpfuse.parallel.context import ContextParallel, Schedule
+from tpfuse.parallel.context import ContextParallel, ContextSchedule
 
 Plan = str | Mapping[str, ParallelStyle]
 
@@ -45,7 +45,7 @@ def parallelize(
     plan: Plan = "auto",
     *,
     sequence_parallel: bool = True,
-    context_parallel: Schedule = "auto",
+    context_parallel: ContextSchedule = "auto",
     weights: str | Path | None = None,
     check: bool = False,
 ) -> nn.Module:
@@ -247,7 +247,7 @@ class _RefuseDDP:
         return iter(())
 
 
-def _meshes(mesh: DeviceMesh, schedule: Schedule) -> tuple[DeviceMesh | None, ContextParallel]:
+def _meshes(mesh: DeviceMesh, schedule: ContextSchedule) -> tuple[DeviceMesh | None, ContextParallel]:
     """Return the one-dimensional mesh of the tensor-parallel ranks, None if there is none, and the context."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh is a {type(mesh).__name__}: expected a DeviceMesh")

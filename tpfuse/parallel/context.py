@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.choices import Balance as Balance
-from tpfuse.choices import Schedule as Schedule
+from tpfuse.choices import ContextSchedule as ContextSchedule
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.mesh import check_order
 from tpfuse.ops.attention import attention
@@ -100,13 +100,15 @@ class ContextParallel:
     ranks that are not in ascending order.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, schedule: Schedule = "auto", balance: Balance = "zigzag") -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None, schedule: ContextSchedule = "auto", balance: Balance = "zigzag"
+    ) -> None:
         check_order(mesh)
         self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
         groups = self.groups
         if len(groups) > 2:
             raise ValueError(f"a context mesh of {len(groups)} dimensions: expected one, or (ring, ulysses)")
-        self.schedule: Schedule = "ulysses_ring" if len(groups) == 2 and schedule == "auto" else schedule
+        self.schedule: ContextSchedule = "ulysses_ring" if len(groups) == 2 and schedule == "auto" else schedule
         self.balance = balance
         self.ulysses = groups[1].size() if len(groups) == 2 else 1
         self.size, self.rank = 1, 0

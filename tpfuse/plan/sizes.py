@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tpfuse.choices import Accumulate, Balance, Implementation, PipelineSchedule, Recompute, Schedule
+from tpfuse.choices import Accumulate, Balance, ContextSchedule, Implementation, PipelineSchedule, Recompute
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class TrainingProgram:
     # Whether kernels of Triton compute, or torch's, which keep masks of dropout and statistics in the dtype of x.
     triton: bool = True
     # How context-parallel ranks attend to each other's tokens, and which tokens of a sequence they have.
-    context_schedule: Schedule = "auto"
+    context_schedule: ContextSchedule = "auto"
     implementation: Implementation = "collective"
     balance: Balance = "zigzag"
     ulysses: int = 1

@@ -9,13 +9,13 @@ from typing import Annotated, Literal, TypeVar
 from tpfuse.choices import (
     Accumulate,
     Balance,
+    ContextSchedule,
     GradientDtype,
     Implementation,
     Kernels,
     MomentDtype,
     PipelineSchedule,
     Recompute,
-    Schedule,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -250,7 +250,7 @@ class ParallelOptions:
     """Data parallelism: ranks that share the sequences of a batch. Default: all ranks divided by tp x cp x pp."""
     cp: Rounds[int] = 1
     """Context parallelism (ring attention): ranks that share the tokens of each sequence."""
-    cp_schedule: OfContext[Rounds[Schedule]] = "auto"
+    cp_schedule: OfContext[Rounds[ContextSchedule]] = "auto"
     """Context-parallel attention: ring (keys and values travel), all_gather (of all keys and values), ulysses (heads
     for tokens; cp must divide the heads of a rank), ulysses_ring (both), or auto."""
     cp_balance: OfContext[Rounds[Balance]] = "zigzag"

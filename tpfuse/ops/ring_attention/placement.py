@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.choices import Balance, Schedule
+from tpfuse.choices import Balance, ContextSchedule
 from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
 from tpfuse.ops.checks import check_cumulative
 from tpfuse.ops.ring_attention.call import RingCall
@@ -30,7 +30,7 @@ class RingOptions(TypedDict, total=False):
     """The keywords of `ring_attention` that do not change what it returns."""
 
     causal: bool
-    schedule: Schedule
+    schedule: ContextSchedule
     balance: Balance
     length: int | None
     window: int | None

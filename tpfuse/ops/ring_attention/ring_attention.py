@@ -26,7 +26,7 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from tpfuse.choices import Balance, Schedule
+from tpfuse.choices import Balance, ContextSchedule
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.mesh import check_group, shown
 from tpfuse.ops.autograd import autocast
@@ -56,7 +56,7 @@ def ring_attention(
     *,
     group: Group,
     causal: bool = True,
-    schedule: Schedule = "auto",
+    schedule: ContextSchedule = "auto",
     balance: Balance = "zigzag",
     length: int | None = None,
     window: int | None = None,
@@ -110,7 +110,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_groups(group: Group, schedule: Schedule) -> None:
+def _check_groups(group: Group, schedule: ContextSchedule) -> None:
     """Raise ValueError for an unknown schedule, and for groups that are none or do not fit the schedule."""
     name = "ring_attention"
     if group is None:

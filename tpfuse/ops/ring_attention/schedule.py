@@ -4,15 +4,15 @@ from typing import get_args
 
 import torch
 
-from tpfuse.choices import Implementation, Schedule
+from tpfuse.choices import ContextSchedule, Implementation
 
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+SCHEDULES: tuple[ContextSchedule, ...] = get_args(ContextSchedule)
 GATHERED_BYTES = 2**30  # `auto` gathers the keys and values of all ranks up to this many bytes: not measured yet
 
 
 def schedule_for(
     implementation: Implementation, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, world: int
-) -> tuple[Schedule, str]:
+) -> tuple[ContextSchedule, str]:
     """Return the schedule that `auto` stands for, and the reason, for q of `shape` [B, H, n, D] on each of world ranks.
 
     Ulysses moves the fewest bytes if the ranks can divide the heads: in the measurements of prime-rl (pull request
