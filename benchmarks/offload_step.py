@@ -23,7 +23,7 @@ from tpfuse.train.config import PRESETS, load_preset
 from tpfuse.train.hardware import keep_freed_memory
 from tpfuse.zero import shard
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, plan_buckets
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.offload import FileStore, check_space, state_bytes
 
 LIMIT = 10.0  # GiB
@@ -75,7 +75,7 @@ def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[dic
     initialize(model, 1)
     phases.end("initial weights")
     engine = shard(model, stage=0, gradient_dtype="parameter")
-    optimizer = FlatAdamW(engine, weight_decay=0.1, store=FileStore(folder, nbytes))
+    optimizer = BucketUpdater(engine, weight_decay=0.1, store=FileStore(folder, nbytes))
     phases.end("buckets, masters to disk")
     ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
     for number in range(1, steps + 1):

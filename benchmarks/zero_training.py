@@ -30,10 +30,10 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.zero import adamw, shard
 from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.engine import Engine, RankGroups
-from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.sharded_adamw import ShardedAdamW
+from tpfuse.zero.unit_updater import UnitUpdater
 
 ALONE, DDP, ZERO, SHARD = "alone", "DDP", "DDP + ZeRO", "fully_shard"
 STAGES = tuple(f"{OURS} stage {stage}" for stage in range(4))
@@ -106,7 +106,7 @@ def _engine_step(
     subject: Training,
     model: GPT,
     engine: Engine,
-    optimizer: FlatAdamW | ShardedAdamW,
+    optimizer: BucketUpdater | UnitUpdater,
     group: dist.ProcessGroup | None,
 ) -> Step:
     rank, share = dist.get_rank(), 1.0 if group is None else 1 / group.size()

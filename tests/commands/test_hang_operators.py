@@ -39,7 +39,7 @@ from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.switches import chosen_implementation, use
 from tpfuse.testing.patience import patient
 from tpfuse.zero import shard
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 
 CPU = torch.device("cpu")
 LONG = 20.0  # seconds on an idle machine, for the steps in which every rank takes part
@@ -102,7 +102,7 @@ def _zero(group: dist.ProcessGroup) -> Step:
     stage = 1 if chosen_implementation() == "fused" else 2
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     buckets = shard(model, mesh_from(group), stage=stage, bucket_bytes=300)
-    optimizer = FlatAdamW(buckets)
+    optimizer = BucketUpdater(buckets)
 
     def step() -> None:
         buckets.start(last=True)

@@ -25,7 +25,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -127,7 +127,7 @@ def test_a_copy_of_a_model_with_buckets_has_none(tp: int) -> None:
     dp, stage = dist.get_world_size() // tp, 2
     model, loss = _gpt(dp, tp, 1)
     buckets = shard(model, mesh_of(dp, tp), stage=stage)
-    optimizer = FlatAdamW(buckets)
+    optimizer = BucketUpdater(buckets)
     for _ in range(2):
         plain, _ = _gpt(dp, tp, 1)
         for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):

@@ -44,8 +44,8 @@ from tpfuse.train.options import TrainCommand
 from tpfuse.train.predicted import check_timed, layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.trainer import StepResult
 from tpfuse.zero import muon
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.collectives_with_traffic import Counted
-from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fsdp_internals import whole_gradients
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -122,7 +122,7 @@ def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, ...]:
     ):
         trainer, windows = new_trainer(options, config)
         runner, engine, optimizer = trainer.runner, trainer.engine, trainer.optimizer
-        assert isinstance(engine, GradientBuckets) and isinstance(optimizer, FlatAdamW)
+        assert isinstance(engine, GradientBuckets) and isinstance(optimizer, BucketUpdater)
         own = [local_tensor(parameter) for parameter in trainer.model.parameters()]
         alone = SavedBytes(own)
         counters.append(alone)

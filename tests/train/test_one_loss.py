@@ -34,7 +34,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.options import TrainCommand
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.reducer import shard_update
 from tpfuse.zero.reducer.shard_update import Staging
 
@@ -180,7 +180,7 @@ def _staged(staged: bool) -> Result:
     """Train at stage 1 with moments on the host as if parameters were on a device, whose copies are made at once."""
     trainer, windows = new_trainer(options_of(dtype="float32", dp=2, stage=1, offload="host"))
     optimizer = trainer.optimizer
-    assert isinstance(optimizer, FlatAdamW) and optimizer._staging is None
+    assert isinstance(optimizer, BucketUpdater) and optimizer._staging is None
     with (
         mock.patch.object(shard_update, "_on_host", lambda _: not staged),
         mock.patch.object(torch.cuda, "current_stream"),

@@ -18,7 +18,7 @@ from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 from tpfuse.zero import shard
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.offload import MemoryStore
 from tpfuse.zero.optimizer import ZeroOptimizer
 
@@ -68,7 +68,7 @@ def _train(device: str, dtype: torch.dtype, stage: int, sums: bool, offload: boo
     with use(implementation="fused"):
         buckets = shard(model, stage=stage, bucket_bytes=20_000)
         store = MemoryStore("cpu", 2**12, pinned=device == "cuda") if offload else None
-        optimizer = FlatAdamW(buckets, weight_decay=0.1, store=store)
+        optimizer = BucketUpdater(buckets, weight_decay=0.1, store=store)
         for step in range(STEPS):
             buckets.start(last=True)
             _loss(model, step, rank, world, next(model.parameters())).backward()

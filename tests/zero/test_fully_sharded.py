@@ -33,7 +33,7 @@ from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
-from tpfuse.zero.sharded_adamw import ShardedAdamW
+from tpfuse.zero.unit_updater import UnitUpdater
 
 
 def gradients(name: str, layout: Layout, accumulate: Accumulate) -> None:
@@ -110,7 +110,7 @@ def traffic(
     reductions = accumulation if accumulate == "sharded" else 1
     wanted = theory(before, layout, accumulation, dtype.itemsize, reduced, reductions)
     case, engine = engine_of("gpt", layout, dtype, reduce_dtype=reduce_dtype, accumulate=accumulate)
-    optimizer = ShardedAdamW(engine)
+    optimizer = UnitUpdater(engine)
     for step in range(1, 3):
         train_step(case, engine, optimizer, micro_batches(layout, accumulation), step)
         assert engine.traffic.sent == engine.traffic.received == step * wanted > 0
@@ -163,7 +163,7 @@ def half(accumulation: int) -> dict[str, Tensor]:
         assert torch.equal(local_tensor(member.sharded), part.float()), (
             "weights are drawn in the model's dtype, then widened"
         )
-    optimizer = ShardedAdamW(engine, **ADAMW)
+    optimizer = UnitUpdater(engine, **ADAMW)
     for step in range(3):
         for index, rows in enumerate(micro_batches(layout, accumulation)):
             engine.start(last=index == accumulation - 1)

@@ -22,8 +22,8 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero import fully_sharded, shard
 from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.compression import Bf16Compression
-from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.optimizer import ZeroOptimizer
 from tpfuse.zero.reducer import collective
@@ -150,7 +150,7 @@ def test_a_model_without_tensor_parallel_layers_counts_once_in_the_norm() -> Non
 def test_a_local_part_of_a_half_type_that_was_written_is_trained() -> None:
     layer = ColumnParallelLinear(4, 6, device_mesh=tensor_mesh(), dtype=torch.bfloat16)
     buckets = shard(layer, mesh_of(1, 2), stage=0)
-    optimizer = FlatAdamW(buckets, weight_decay=0.0)
+    optimizer = BucketUpdater(buckets, weight_decay=0.0)
     with torch.no_grad():
         layer.weight.to_local().fill_(3.0)  # type: ignore[operator]
     _run(layer, buckets, [torch.ones(2, 4, dtype=torch.bfloat16)])
@@ -188,7 +188,7 @@ def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     batches = [torch.ones(1, 63, dtype=dtype), torch.full((1, 63), 2.0**-10, dtype=dtype)]
     _run(model, buckets, batches)
     assert torch.equal(_gradients(buckets)["weight"], torch.full((100, 63), 1 + 2.0**-10))
-    optimizer = FlatAdamW(buckets)
+    optimizer = BucketUpdater(buckets)
     master = optimizer.state(bucket)["model"]
     assert master.dtype == torch.float32 and torch.equal(master[: 63 * 100].view(100, 63), before.float())
     first = master.clone()
@@ -284,7 +284,7 @@ def test_wrong_order_of_calls_is_refused() -> None:
 def test_each_update_requires_new_gradients() -> None:
     model = nn.Linear(2, 2)
     buckets = shard(model, stage=1)
-    optimizer, x = FlatAdamW(buckets), torch.ones(1, 2)
+    optimizer, x = BucketUpdater(buckets), torch.ones(1, 2)
     for last in (False, True):
         with pytest.raises(ValueError, match=r"call finish\(\) after the last backward pass"):
             optimizer.step(1e-3)

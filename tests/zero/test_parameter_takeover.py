@@ -14,11 +14,11 @@ from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
 from tpfuse.zero import shard
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.optimizer import ZeroOptimizer
-from tpfuse.zero.sharded_adamw import ShardedAdamW
+from tpfuse.zero.unit_updater import UnitUpdater
 
 
 class _Listed(nn.Module):
@@ -54,7 +54,7 @@ def test_a_parameter_stays_the_object_that_others_hold(stage: int) -> None:
     model.scale.register_hook(lambda gradient: seen.append(gradient.clone()))
     model.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[no-untyped-call]
     buckets = shard(model, stage=stage)
-    optimizer = FlatAdamW(buckets)
+    optimizer = BucketUpdater(buckets)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert model.scale.note == "kept"  # type: ignore[attr-defined]
     _step(buckets, model, x)
@@ -131,7 +131,7 @@ def test_values_loaded_between_updates_are_trained(stage: int, dtype: torch.dtyp
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).to(dtype)
     buckets = shard(model, stage=stage)
-    optimizer = FlatAdamW(buckets, weight_decay=0.0)
+    optimizer = BucketUpdater(buckets, weight_decay=0.0)
     x = normal(0, 4, 5, dtype=dtype)
     _step(buckets, model, x)
     optimizer.step(1e-2)
@@ -258,7 +258,7 @@ def test_hooks_change_only_the_gradient_of_their_parameter() -> None:
 def test_a_backward_pass_of_parameters_updated_since_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     buckets = shard(model, stage=0)
-    optimizer, x = FlatAdamW(buckets), normal(0, 2, 3)
+    optimizer, x = BucketUpdater(buckets), normal(0, 2, 3)
     _step(buckets, model, x)
     loss = model(x).sum()
     optimizer.step(1e-3)
@@ -273,7 +273,7 @@ def test_stage_3_notices_changes_of_its_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     old = torch.optim.AdamW(model.parameters())
     engine = shard(model, mesh, stage=3, units=list(model))
-    optimizer = ShardedAdamW(engine)
+    optimizer = UnitUpdater(engine)
     with pytest.raises(ValueError, match=r"^0\.weight was replaced by its shards when stage 3 took the model"):
         old.step()
     for _ in range(2):

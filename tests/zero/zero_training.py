@@ -23,10 +23,10 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
 from tpfuse.zero import MuonOptions, adamw, hidden_matrices, shard
 from tpfuse.zero.bucket_layout import decays
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.sharded_adamw import ShardedAdamW
+from tpfuse.zero.unit_updater import UnitUpdater
 
 # A vocabulary of 61 rows, which no world divides; some first dimensions are smaller than a world.
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=20, n_layer=2, n_head=4, dropout=0.2)
@@ -190,7 +190,7 @@ class Layout:
 
 
 Engine = GradientBuckets | FullySharded
-Optimizer = FlatAdamW | ShardedAdamW
+Optimizer = BucketUpdater | UnitUpdater
 
 
 def engine_of(

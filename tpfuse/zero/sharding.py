@@ -28,8 +28,8 @@ from tpfuse.comm.layout import local_tensor, model_device
 from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.zero.bucket_layout import BUCKET_BYTES
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.engine import RankGroups
-from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.muon import MuonOptions
@@ -37,7 +37,7 @@ from tpfuse.zero.muon_matrices import Rows, matrices_of
 from tpfuse.zero.offload import FileStore, file_bytes, moment_dtype, state_bytes, state_store
 from tpfuse.zero.parameter_takeover import partial_gradients
 from tpfuse.zero.reducer.inter_node import Compression
-from tpfuse.zero.sharded_adamw import ShardedAdamW
+from tpfuse.zero.unit_updater import UnitUpdater
 
 DATA_AXES = ("dp", "cp", "ring", "ulysses")  # along these dimensions, ranks have equal parameters and other tokens
 AXES = ("pp", *DATA_AXES, "tp")
@@ -187,7 +187,7 @@ def adamw(
     weight_decay: float = 1e-2,
     muon: MuonOptions | None = None,
     state_dtype: MomentDtype = "float32",
-) -> FlatAdamW | ShardedAdamW:
+) -> BucketUpdater | UnitUpdater:
     """Return the AdamW of the shards of an engine; its method `step(lr, factor)` updates all parameters.
 
     Its state is where the engine's `offload` says (`shard`), which is collective for a folder.
@@ -219,7 +219,7 @@ def adamw(
         raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
     if isinstance(engine, FullySharded) and isinstance(store, FileStore):
         engine.move_shards(store)
-    optimizer = ShardedAdamW if isinstance(engine, FullySharded) else FlatAdamW
+    optimizer = UnitUpdater if isinstance(engine, FullySharded) else BucketUpdater
     return optimizer(engine, store=None if offload == "none" else store, **options)
 
 

@@ -23,7 +23,7 @@ from tpfuse.switches import use
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
-from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.offload import MemoryStore
 from tpfuse.zero.reducer import fused as fused_module
 from tpfuse.zero.reducer.base import BucketSpec
@@ -49,7 +49,7 @@ def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> 
         buckets = shard(model, stage=stage, bucket_bytes=700)
         kind = FusedReducer if name == "fused" else DirectReducer
         assert [type(reducer) for reducer in buckets.reducers] == [kind]
-        optimizer = FlatAdamW(buckets, weight_decay=0.1)
+        optimizer = BucketUpdater(buckets, weight_decay=0.1)
         norms = []
         for step in range(3):
             x = normal(10 * step + dist.get_rank(), 5, 9).to(dtype)

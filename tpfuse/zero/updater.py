@@ -1,4 +1,4 @@
-"""The base of the AdamW of the buckets and of that of stage 3: hyperparameters, the memory of the state, Muon."""
+"""The base of the updates of buckets and of stage 3: hyperparameters, the memory of the state, Muon."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from tpfuse.zero.shard_slices import StateKind
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
 
 
-class ShardAdamW:
-    """The base class. engine: whose shards it updates.
+class Updater:
+    """AdamW and Muon on the shards of an engine on this rank: the base class.
 
     betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
     weight decay (`tpfuse.zero.bucket_layout.decays`). muon: the options of Muon, which updates the engine's `matrices`;

@@ -16,11 +16,11 @@ from tpfuse.zero.muon import Muon, update_momentum
 from tpfuse.zero.parameter_takeover import count_write, writes
 from tpfuse.zero.reducer.base import GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate, Staging
-from tpfuse.zero.shard_adamw import ShardAdamW
 from tpfuse.zero.shard_slices import StateKind, StateRectangle, state_rectangles
+from tpfuse.zero.updater import Updater
 
 
-class FlatAdamW(ShardAdamW):
+class BucketUpdater(Updater):
     """AdamW that keeps the state of this rank's shards only. At stage 0 a rank's shards are the whole buckets.
 
     Values that are written into parameters of a half type between two updates (for example by load_state_dict) replace

@@ -17,12 +17,12 @@ from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.muon import Muon, update_momentum
 from tpfuse.zero.parameter_takeover import count_write
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
-from tpfuse.zero.shard_adamw import MOMENTS, ShardAdamW
 from tpfuse.zero.shard_slices import StateKind, StateRectangle
 from tpfuse.zero.sharded_units import ShardedParameter
+from tpfuse.zero.updater import MOMENTS, Updater
 
 
-class ShardedAdamW(ShardAdamW):
+class UnitUpdater(Updater):
     """AdamW that keeps the moments of this rank's shards. The shards are the master weights.
 
     store: has the shards of the parameters too if the place is a folder (`FullySharded.move_shards`).
