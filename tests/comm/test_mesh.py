@@ -165,7 +165,7 @@ _ENTRANCES: dict[str, Callable[[DeviceMesh], object]] = {
 def test_a_mesh_in_another_order_is_refused_wherever_it_enters() -> None:
     mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))
     for name, enter in _ENTRANCES.items():
-        with pytest.raises(ValueError, match=r"ranks \[1, 0\] along dimension dp: expected ascending order"):
+        with pytest.raises(ValueError, match=r"ranks \[1, 0\] along axis dp: expected ascending order"):
             enter(mesh)
             pytest.fail(name)
 
@@ -173,11 +173,11 @@ def test_a_mesh_in_another_order_is_refused_wherever_it_enters() -> None:
 @on_ranks(4)
 def test_all_ranks_refuse_a_slice_that_is_out_of_order_on_some_of_them() -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"ranks \[3, 2\] along dimension tp"):
+    with pytest.raises(ValueError, match=r"ranks \[3, 2\] along axis tp"):
         check_order(mesh["tp"])
     check_order(mesh["dp"])
-    check_order(DeviceMesh("cpu", [[0, 2], [1, 3]]))  # ascending in both dimensions
-    with pytest.raises(ValueError, match=r"ranks \[2, 0\] along dimension 0"):
+    check_order(DeviceMesh("cpu", [[0, 2], [1, 3]]))  # ascending in both axes
+    with pytest.raises(ValueError, match=r"ranks \[2, 0\] along axis 0"):
         check_order(DeviceMesh("cpu", [[2, 3], [0, 1]]))
 
 

@@ -443,7 +443,7 @@ def test_what_a_context_cannot_do_is_refused() -> None:
         (lambda: parallelize(classifier, mesh),
          "MistralForSequenceClassification is no base model and no causal language"),
         (lambda: parallelize(plain, tensors, context_parallel="ring"),
-         r"context_parallel 'ring': expected a mesh with a dimension \"cp\""),
+         r"context_parallel 'ring': expected a mesh with an axis \"cp\""),
         (lambda: parallelize(plain, mesh, context_parallel="rings"),  # type: ignore[arg-type]
          "schedule 'rings': expected one of auto, ring"),
         (lambda: parallelize(plain, mesh["cp"], {"*.o_proj": style}), 'expected one named "tp" for the plan'),

@@ -154,8 +154,8 @@ def test_meshes_and_releases_that_do_not_fit_are_refused() -> None:
     model, llama = plain(), decoder("llama")
     two, cp = [[0, 1]], DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
     for refused, mesh, message in (
-        (model, DeviceMesh("cpu", two, mesh_dim_names=("dp", "ep")), r"dimensions \('dp', 'ep'\): expected one named"),
-        (llama, cp, r"mesh has the dimensions .*'cp'.*: expected one named"),
+        (model, DeviceMesh("cpu", two, mesh_dim_names=("dp", "ep")), r"axes \('dp', 'ep'\): expected one named"),
+        (llama, cp, r"mesh has the axes .*'cp'.*: expected one named"),
         (model, 2, "mesh is a int: expected a DeviceMesh"),
     ):
         with pytest.raises(ValueError, match=message):

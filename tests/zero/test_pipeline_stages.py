@@ -352,7 +352,7 @@ def test_wrong_use_is_refused() -> None:
 
     assert message(Model(), None, TIED).startswith("wte.weight is tied to a parameter of another rank: expe")
     assert message(Model(), None, "wte.bias").startswith("tied parameter wte.bias: the model has no")
-    assert message(Model(), mesh, TIED, (0, 1)).startswith('shard: mesh has no dimension "pp", along which')
+    assert message(Model(), mesh, TIED, (0, 1)).startswith('shard: mesh has no axis "pp", along which')
     partial, sharded = Model(), Model()
     sharded.head = ColumnParallelLinear(WIDTH, VOCABULARY, device_mesh=mesh["tp"])
     assert message(sharded, mesh, TIED).startswith("wte.weight is tied and replicated: expected a shard on each")
@@ -360,5 +360,5 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^wte.weight is tied, and its gradients are partial sums"):
         GradientBuckets(partial, RankGroups(ends=dist.group.WORLD), tied=[TIED])
     lonely = shard(Model(), mesh_of(2, 1), stage=3)
-    with pytest.raises(ValueError, match=r'start\(backwards=2\): expected 1, because the mesh has no dimension "pp"'):
+    with pytest.raises(ValueError, match=r'start\(backwards=2\): expected 1, because the mesh has no axis "pp"'):
         lonely.start(last=True, backwards=2)

@@ -93,7 +93,7 @@ def is_sharded(x: Tensor) -> bool:
 def from_local(local: Tensor, device_mesh: DeviceMesh | None, dim: int | None, shape: torch.Size) -> Tensor:
     """Return the tensor of global `shape` whose shard along `dim` is `local`, without communication.
 
-    dim: None for a replica; device_mesh: of one dimension, or None for one rank.
+    dim: None for a replica; device_mesh: of one axis, or None for one rank.
     """
     if device_mesh is None:
         return local

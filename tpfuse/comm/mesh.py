@@ -23,7 +23,7 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
 
     cp: the number of context-parallel ranks. If it is above 1, the mesh is ("dp", "cp", "tp"), or, if groups of
     `ulysses` of them exchange heads, ("dp", "ring", "ulysses", "tp"). pp: the number of pipeline-parallel ranks. If it
-    is above 1, "pp" is the first dimension of the mesh. Neighbouring ranks form a tensor-parallel group, so that it
+    is above 1, "pp" is the first axis of the mesh. Neighbouring ranks form a tensor-parallel group, so that it
     stays within a node, and then a context-parallel one; the ranks of a pipeline, which send the fewest bytes, are
     farthest apart. Raise ValueError unless the world has pp × dp × cp × tp ranks and ulysses divides cp.
     """
@@ -48,7 +48,7 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
 
 
 def reducer_options(*names: str, together: int = 2) -> Any:
-    """Return torch's `backend_override` for dimensions of a mesh whose groups sum gradients; None without NCCL.
+    """Return torch's `backend_override` for axes of a mesh whose groups sum gradients; None without NCCL.
 
     Kernels of `together` groups at once then have no more programs than the multiprocessors that products leave to them
     (`Reservation`). There are two where some gradients are summed over "dp" and others over "dp" and "tp". Each group
@@ -83,9 +83,9 @@ def tensor_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup | None:
-    """Return the group of all ranks along these dimensions of a mesh; None for one rank.
+    """Return the group of all ranks along these axes of a mesh; None for one rank.
 
-    Dimensions that the mesh does not have are ignored. Collective: all ranks of the mesh request the same groups in the
+    Axes that the mesh does not have are ignored. Collective: all ranks of the mesh request the same groups in the
     same order.
     """
     if device_mesh is None:
@@ -101,9 +101,9 @@ def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup
 
 
 def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -> dist.ProcessGroup | None:
-    """Return the group of this rank's peers at two ranks of dimension "pp", and along the dimensions `names`.
+    """Return the group of this rank's peers at two ranks of axis "pp", and along the axes `names`.
 
-    The peers differ from each other in these dimensions only. None on other ranks, and if `first` is `last`.
+    The peers differ from each other in these axes only. None on other ranks, and if `first` is `last`.
     Collective: all ranks of the mesh request the same groups.
     """
     if first == last:
@@ -117,7 +117,7 @@ def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -
 
 
 def check_order(device_mesh: DeviceMesh | None) -> None:
-    """Raise ValueError, on all ranks alike, unless ranks are in ascending order along each dimension of a mesh.
+    """Raise ValueError, on all ranks alike, unless ranks are in ascending order along each axis of a mesh.
 
     torch numbers the ranks of a group in ascending order, and operators and kernels go by that number, but DTensor cuts
     a tensor by a rank's place in its mesh. In this order the two are one. Whatever takes a mesh from a user calls this.
@@ -136,7 +136,7 @@ def check_order(device_mesh: DeviceMesh | None) -> None:
         for row in rows:
             if row != sorted(row):
                 raise ValueError(
-                    f"device_mesh has the ranks {row} along dimension {called}: expected ascending order, as in a mesh"
+                    f"device_mesh has the ranks {row} along axis {called}: expected ascending order, as in a mesh"
                     " of init_device_mesh, since torch numbers the ranks of a group in that order"
                 )
 
@@ -148,7 +148,7 @@ def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:
 def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """Return the process group of a one-dimensional mesh; None if it has one rank.
 
-    Raise ValueError for a mesh of several dimensions (slice it first: `mesh["tp"]`) and for anything but a mesh.
+    Raise ValueError for a mesh of several axes (slice it first: `mesh["tp"]`) and for anything but a mesh.
     """
     if device_mesh is None:
         return None
@@ -158,14 +158,14 @@ def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
         )
     if device_mesh.ndim != 1:
         raise ValueError(
-            f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}, expected one:"
+            f"device_mesh has {device_mesh.ndim} axes {device_mesh.mesh_dim_names}, expected one:"
             ' slice it, as in mesh["tp"]'
         )
     return device_mesh.get_group() if device_mesh.size() > 1 else None
 
 
 def groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return this rank's process group of each dimension of a mesh that has more than one rank."""
+    """Return this rank's process group of each axis of a mesh that has more than one rank."""
     if device_mesh is None:
         return []
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]

@@ -52,11 +52,11 @@ def parallelize(
     """Convert a model in place for the ranks of a mesh, and return it.
 
     model: whole, with the same weights on all ranks (those of the mesh's first rank count), or on the meta device on
-    all ranks. mesh: one-dimensional, or with a dimension "tp" for tensor parallelism, a dimension "cp" (or "ring" and
+    all ranks. mesh: one-dimensional, or with an axis "tp" for tensor parallelism, an axis "cp" (or "ring" and
     "ulysses") for context parallelism, or both. plan: "auto" recognises decoders of Hugging Face's transformers by
     their structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by patterns of module names,
     in which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the activations between attention
-    and MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`, if the mesh has a dimension
+    and MLP along the sequence. context_parallel: the schedule of `tpfuse.ring_attention`, if the mesh has an axis
     for it. weights: the folder of a Hugging Face model, or a safetensors file, that fills the model, which may be empty
     (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts them to the dtype of the
     model's parameters, which stay in memory until all is read. check: run the model on a few tokens before and after,
@@ -84,7 +84,7 @@ def parallelize(
     rank. With sequence_parallel, and over a context, hooks of modules in a layer see this rank's shard of the sequence.
 
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
-    dimension or with ranks that are not in ascending order along it, a pattern that matches no module, parameters that
+    axis or with ranks that are not in ascending order along it, a pattern that matches no module, parameters that
     have hooks (register them after the call), and for modules that a style cannot convert: sizes that the ranks do not
     divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected in a layer
     of the model, or of another shape, or that cannot be read. The model is then as it was. Later errors, such as too
@@ -109,7 +109,7 @@ def parallelize(
         recognised = recognise(model, ranks, sequence_parallel)
         styles, kept = recognised.styles, recognised.kept
     if styles and tensor_mesh is None:
-        raise ValueError(f'mesh has the dimensions {mesh.mesh_dim_names}: expected one named "tp" for the plan')
+        raise ValueError(f'mesh has the axes {mesh.mesh_dim_names}: expected one named "tp" for the plan')
     whole_logits = huggingface.whole_logits(model) if ranks > 1 else {}
     kept |= {name: reason for name, reason in whole_logits.items() if name in styles}
     batch = small_batch(model, mesh.size()) if check else {}
@@ -254,14 +254,14 @@ def _meshes(mesh: DeviceMesh, schedule: ContextSchedule) -> tuple[DeviceMesh | N
     names = mesh.mesh_dim_names or ()
     shared = context_mesh(mesh)
     if shared is None and schedule != "auto":
-        raise ValueError(f'context_parallel {schedule!r}: expected a mesh with a dimension "cp"')
+        raise ValueError(f'context_parallel {schedule!r}: expected a mesh with an axis "cp"')
     context = ContextParallel(shared, schedule)
     if "tp" in names:
         return mesh["tp"], context
     if shared is not None:
         return None, context
     if mesh.ndim != 1:
-        raise ValueError(f'mesh has the dimensions {names or mesh.ndim}: expected one named "tp", or one dimension')
+        raise ValueError(f'mesh has the axes {names or mesh.ndim}: expected one named "tp", or one axis')
     return mesh, context
 
 

@@ -42,7 +42,7 @@ from tpfuse.drop_in.weights import agreement, is_persistent, offer_save_pretrain
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.optimizer import ZeroOptimizer
 
-_MODEL_AXES = ("cp", "ring", "ulysses", "tp")  # along these dimensions, ranks have the same sequences
+_MODEL_AXES = ("cp", "ring", "ulysses", "tp")  # along these axes, ranks have the same sequences
 _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _SCHEDULER = "scheduler.pt"  # transformers' name
 _SWITCHES = (  # TrainingArguments that are refused
@@ -54,8 +54,8 @@ _SWITCHES = (  # TrainingArguments that are refused
 class ParallelTrainer(Trainer):
     """transformers' Trainer for the ranks of a mesh, each of which makes one and calls its methods.
 
-    mesh: all ranks, with dimensions named among "dp", "cp" (or "ring" and "ulysses") and "tp", in this order. None: all
-    ranks are data-parallel. The model is parallelized along the other dimensions, unless it has been given to
+    mesh: all ranks, with axes named among "dp", "cp" (or "ring" and "ulysses") and "tp", in this order. None: all
+    ranks are data-parallel. The model is parallelized along the other axes, unless it has been given to
     `tpfuse.parallelize` before. zero_stage: 0 to 3, that of `tpfuse.ZeroOptimizer`, whose AdamW trains the model; stage
     3 gathers the decoder's parameters layer by layer. All other arguments are those of Trainer.
 
@@ -432,15 +432,13 @@ class ParallelTrainer(Trainer):
 
 
 def _check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raise ValueError unless the mesh has all ranks, along dimensions with the names that ParallelTrainer knows."""
+    """Raise ValueError unless the mesh has all ranks, along axes with the names that ParallelTrainer knows."""
     if mesh is None:
         return
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"ParallelTrainer: mesh is {shown(mesh)}: expected a DeviceMesh, or None for data parallelism")
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= {"dp", *_MODEL_AXES}:
-        raise ValueError(
-            f"ParallelTrainer: mesh has the dimensions {names}: expected names among dp, cp, ring, ulysses, tp"
-        )
+        raise ValueError(f"ParallelTrainer: mesh has the axes {names}: expected names among dp, cp, ring, ulysses, tp")
     if sorted(mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
         raise ValueError(f"ParallelTrainer: mesh has {mesh.size()} of {dist.get_world_size()} ranks: expected all")

@@ -96,7 +96,7 @@ class ContextParallel:
     """The ranks over which sequences are sharded.
 
     mesh: None for one rank; one-dimensional; or (ring, ulysses) for schedule "ulysses_ring", which "auto" then stands
-    for. schedule, balance: as in `ring_attention`. Raise ValueError for a mesh of more dimensions, and for one with
+    for. schedule, balance: as in `ring_attention`. Raise ValueError for a mesh of more axes, and for one with
     ranks that are not in ascending order.
     """
 
@@ -107,7 +107,7 @@ class ContextParallel:
         self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
         groups = self.groups
         if len(groups) > 2:
-            raise ValueError(f"a context mesh of {len(groups)} dimensions: expected one, or (ring, ulysses)")
+            raise ValueError(f"a context mesh of {len(groups)} axes: expected one, or (ring, ulysses)")
         self.schedule: ContextSchedule = "ulysses_ring" if len(groups) == 2 and schedule == "auto" else schedule
         self.balance = balance
         self.ulysses = groups[1].size() if len(groups) == 2 else 1
@@ -117,7 +117,7 @@ class ContextParallel:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the groups of the mesh's dimensions; there are none for one rank.
+        """Return the groups of the mesh's axes; there are none for one rank.
 
         The mesh is asked on every use, so that a model with its context can be copied and pickled.
         """

@@ -242,7 +242,7 @@ class FullySharded(Engine):
 
     def _begin_micro_batch(self, *, first: bool, last: bool, reduces: bool, backwards: int) -> None:
         if backwards > 1 and not self._pipelined:
-            raise ValueError(f'start(backwards={backwards}): expected 1, because the mesh has no dimension "pp"')
+            raise ValueError(f'start(backwards={backwards}): expected 1, because the mesh has no axis "pp"')
         if first:
             self.clear_gradients()
         reduces &= not self._pipelined  # `backward_pass` and `finish` do it there

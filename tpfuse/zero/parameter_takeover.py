@@ -71,7 +71,7 @@ def take_context_sums(model: nn.Module, data_group: dist.ProcessGroup | None) ->
         if not shared <= ranks:
             raise ValueError(
                 f"the data-parallel ranks are {sorted(ranks)}: expected the ranks {sorted(shared)} of the model's"
-                ' context too: pass a mesh with the dimension "cp"'
+                ' context too: pass a mesh with the axis "cp"'
             )
         setattr(module, name, Borrowed(None, own=context))
         size = context.size if name == "sum_over_context" else 1

@@ -210,10 +210,10 @@ def shard_dim(shape: Sequence[int], world: int) -> int:
 def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
     """Return two meshes: the ranks that share a copy of the model, along "shard", and those with the same shard of it.
 
-    With several replicas the first one has the dimensions ("alone", "shard"), and one rank along "alone". So torch
+    With several replicas the first one has the axes ("alone", "shard"), and one rank along "alone". So torch
     keeps sums that are not to be reduced over replicas yet, but the last of these sums is left to us.
 
-    mesh: all its dimensions except "tp" and "pp" are data-parallel; together they are `replicas` × shards. Collective:
+    mesh: all its axes except "tp" and "pp" are data-parallel; together they are `replicas` × shards. Collective:
     all ranks of the mesh must call it. Raise ValueError if these ranks are not in ascending order.
     """
     names = tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))

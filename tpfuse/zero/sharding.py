@@ -39,7 +39,7 @@ from tpfuse.zero.parameter_takeover import partial_gradients
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.unit_updater import UnitUpdater
 
-DATA_AXES = ("dp", "cp", "ring", "ulysses")  # along these dimensions, ranks have equal parameters and other tokens
+DATA_AXES = ("dp", "cp", "ring", "ulysses")  # along these axes, ranks have equal parameters and other tokens
 AXES = ("pp", *DATA_AXES, "tp")
 
 
@@ -61,10 +61,10 @@ def shard(
 ) -> GradientBuckets | FullySharded:
     """Return the engine that takes over the parameters of `model` at this stage of ZeRO (arXiv:1910.02054).
 
-    model: its parameters, of any shapes, are plain or DTensors on the mesh's dimension "tp". Data-parallel ranks get
+    model: its parameters, of any shapes, are plain or DTensors on the mesh's axis "tp". Data-parallel ranks get
     the parameters and buffers of the first of them, as under DDP.
 
-    mesh: all ranks that train the model: a mesh whose dimensions are named among "pp", "dp", "cp" (or "ring" and
+    mesh: all ranks that train the model: a mesh whose axes are named among "pp", "dp", "cp" (or "ring" and
     "ulysses") and "tp". Ranks along "dp" and "cp" have the same parameters and different tokens; gradients are summed
     over them. None: all ranks of torch's default group are data-parallel.
 
@@ -131,7 +131,7 @@ def shard(
     hidden = matrices_of(model, matrices or {})
     shared = SharedParameters() if shared is None else shared
     if shared.ends is not None and "pp" not in (mesh.mesh_dim_names or () if mesh else ()):
-        raise ValueError('shard: mesh has no dimension "pp", along which the stages that share parameters are')
+        raise ValueError('shard: mesh has no axis "pp", along which the stages that share parameters are')
     data = default_group() if mesh is None else flat_group(mesh, *DATA_AXES)
     _, ranks = rank_and_size(data)
     if replicas < 1 or ranks % replicas:
@@ -224,7 +224,7 @@ def adamw(
 
 
 def _check_mesh(mesh: object) -> None:
-    """Raise ValueError unless the mesh has names that say what each dimension is for, and all wide dimensions."""
+    """Raise ValueError unless the mesh has names that say what each axis is for, and all wide axes."""
     if mesh is None:
         return
     if not isinstance(mesh, DeviceMesh):
@@ -232,7 +232,7 @@ def _check_mesh(mesh: object) -> None:
     names = mesh.mesh_dim_names
     if not names or not set(names) <= set(AXES):
         raise ValueError(
-            f"shard: mesh has the dimensions {names}: expected names among {', '.join(AXES)}, as in"
+            f"shard: mesh has the axes {names}: expected names among {', '.join(AXES)}, as in"
             ' init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))'
         )
     check_order(mesh)
@@ -248,7 +248,7 @@ def _check_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Raise ValueError if tensor-parallel ranks of the model are not those along "tp" of the mesh."""
     tensor = None if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"]
     known = [] if tensor is None else tensor.mesh.flatten().tolist()
-    way = 'pass the mesh of all ranks, with the model\'s dimension named "tp"'
+    way = 'pass the mesh of all ranks, with the model\'s axis named "tp"'
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
             ranks = parameter.device_mesh.mesh.flatten().tolist()

@@ -28,7 +28,7 @@ class UnitOrder:
     """The operations that this rank runs, which it compares with those of the other ranks with the same parameters.
 
     each: whether ranks compare each operation before it begins. Otherwise they compare the operations of a whole step
-    at its end: on GPUs the host would wait for each comparison (not measured yet). groups: the dimensions of the mesh
+    at its end: on GPUs the host would wait for each comparison (not measured yet). groups: the axes of the mesh
     of these ranks. describe: returns the name of a unit in messages, by its number. Collective.
     """
 

@@ -345,7 +345,7 @@ def test_pipelines_of_two_ranks_refuse() -> None:
     model.blocks[6].up.weight = model.blocks[0].up.weight
     with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight is in stages 0 and 1, on different ranks: only"):
         pipeline_of(model, mesh["pp"])
-    with pytest.raises(ValueError, match=r"device_mesh has 2 dimensions .*: slice it"):
+    with pytest.raises(ValueError, match=r"device_mesh has 2 axes .*: slice it"):
         pipeline_of(model, mesh["pp", "dp"])
     with pytest.raises(ValueError, match=r"7 micro-batches .* on 2 ranks accepts for example .*6, 8"):
         pipeline_of(model_of(), mesh["pp"], schedule="interleaved_1f1b", micro_batches=7)

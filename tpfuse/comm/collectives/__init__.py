@@ -174,7 +174,7 @@ def agree(operation: str, device: torch.device, *groups: dist.ProcessGroup, by: 
     A collective of different shapes or dtypes would not end or would give wrong results. On CPUs the ranks compare on
     every call; on GPUs, where the host would wait for the result, only if the operation is new. operation: its name,
     dtype, shape and options, the same on every rank; device: where it runs. groups: a group with this rank, or several
-    along the dimensions of a mesh, in which case all ranks of the mesh compare.
+    along the axes of a mesh, in which case all ranks of the mesh compare.
     """
     agreed = _agreed.setdefault(groups[0], set())
     known = operation, *(group.group_name for group in groups[1:])

@@ -31,7 +31,7 @@ _MOST_SENT = 2**10  # elements of a tensor of floats that ranks send each other 
 # atomically. This share of their norm is above what half types lose in a deep one, and below that of other samples.
 _ROUNDING = 0.1
 _MOST_NAMED = 4  # ranks of one version of an input, and versions, in a message
-_DIFFERENT = -1  # what a rank passes on along the next dimension of a mesh; digests are at least 0
+_DIFFERENT = -1  # what a rank passes on along the next axis of a mesh; digests are at least 0
 _WAY = (
     'expected one sampler for each data-parallel rank, DistributedSampler(data, mesh["dp"].size(),'
     ' mesh["dp"].get_local_rank()), or (data, 1, 0) without "dp", and equal seeds for whatever draws inputs or tokens'
@@ -70,7 +70,7 @@ class InputComparison:
     ) -> None:
         """Count a call, and compare its arguments if it is due. Collective, and raises as `compare_inputs` does.
 
-        sizes: how many ranks compute this call together along each dimension of their mesh; groups: returns their
+        sizes: how many ranks compute this call together along each axis of their mesh; groups: returns their
         groups. Calls of other sizes are counted apart: with a key/value cache, a rank of a context may run alone.
         """
         if max(sizes) == 1 or _is_hidden(given):
@@ -96,7 +96,7 @@ def compare_inputs(
 
     called: the model or the operation, for the message. given: the inputs by name; tensors, numbers, strings and bools
     count, other objects and None do not. Of a large tensor, elements at equal distances count. Floats may differ by
-    rounding. groups: those of this rank along the dimensions of a mesh whose ranks share the model; the call is a
+    rounding. groups: those of this rank along the axes of a mesh whose ranks share the model; the call is a
     collective of them on `device`.
     """
     own = _inputs(given)

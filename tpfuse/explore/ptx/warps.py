@@ -59,7 +59,7 @@ def matrix_rows(registers: Array, transposed: bool) -> Array:
 
 
 def unpacked(kind: str, bits: Array) -> Array:
-    """Return the float32 numbers in 32-bit words: one of tf32 in each, or two of 16 bits, along the last axis."""
+    """Return the float32 numbers in 32-bit words: one of tf32 in each, or two of 16 bits, along the last dimension."""
     bits = np.ascontiguousarray(bits)
     if kind == "tf32":
         return (bits & np.uint32(0xFFFFE000)).view(np.float32)
