@@ -62,7 +62,7 @@ def _named(value: object) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, dict):
-        return ", ".join(f"{_named(key)} {_named(x)}" for key, x in value.items())
+        return ", ".join(f"{_named(key)} {_named(x)}" for key, x in value.items()) or "{}"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_named, value))})"
     text = str(getattr(value, "__name__", value)).encode("unicode_escape").decode()
