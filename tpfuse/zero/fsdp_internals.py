@@ -67,9 +67,9 @@ def padded_shards(unit: FSDPModule) -> dict[Parameter, Tensor]:
     return {shard: parameter._sharded_param_data for shard, parameter in _parameters(unit).items()}
 
 
-def move_shard(unit: FSDPModule, shard: Parameter, padded: Tensor) -> None:
+def move_shard(unit: FSDPModule, shard: Any, padded: Tensor) -> None:
     """Let `padded`, flat, be the memory of a shard with its padding; `module.to()` would copy it elsewhere."""
-    local = shard.to_local()  # type: ignore[operator]
+    local = shard.to_local()
     _parameters(unit)[shard]._sharded_param_data = padded
     shard._local_tensor = padded[: local.numel()].view(local.shape)
 

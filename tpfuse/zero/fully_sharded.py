@@ -140,7 +140,7 @@ class FullySharded(Engine):
         self._name_of = {p: name for unit in self._units for name, p in (*unit.shards.items(), *unit.gathered.items())}
         self.members = [self._member(index, name, *copies[name], tied) for index, name in enumerate(replaced)]
         self._tied = [member for name in tied for member in self.members if member.name == name]
-        self._places = {member.name: member.place for member in self.members}
+        self._places: dict[str, Sums] = {member.name: member.place for member in self.members}
         for name, parameter in replaced.items():  # an optimizer may still hold the replaced parameter
             GradientPlace(parameter, _REPLACED.format(name=name)).leave(taken=True)
         self._record_parameters()
