@@ -72,7 +72,7 @@ def parallelize_gpt(model: GPT, mesh: DeviceMesh | None, options: GPTOptions | N
     # Offloading: what a block keeps waits in the host's memory.
     if options.offload_activations:
         model.recomputed = partial(OffloadedInputs(), recomputed_whole)
-    model.parallelized = True
+    model.parallelized = mesh is not None or options != GPTOptions()  # else nothing has changed
     return model
 
 
