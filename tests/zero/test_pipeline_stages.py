@@ -49,6 +49,14 @@ class Block(nn.Module):
         return x + self.seldom * x if self.turns and self.turns.pop(0) else x
 
 
+class Products(Block):
+    """A block that ends in a product: the second part of a split pass begins at its output, where torch has a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
 class Model(nn.Module):
     """Four blocks between an embedding and a head, which are tied."""
 
@@ -329,6 +337,18 @@ def test_split_passes_accumulate_half_gradients_in_float32() -> None:
         staged.engine.finish()
         sums.append({member.name: member.gradient for member in staged.engine.members})
     assert all(torch.equal(sums[0][name], found) for name, found in sums[1].items())
+
+
+@on_ranks(4)
+def test_stage_3_reduces_all_gradients_of_a_unit_after_a_split_pass() -> None:
+    def change(model: Model) -> None:
+        for block in model.blocks:
+            block.__class__ = Products
+
+    staged = Staged(3, "zero_bubble", change=change)
+    staged.step(0)
+    staged.engine.finish()
+    staged.check_gradients()
 
 
 @on_ranks(2)

@@ -6,12 +6,15 @@ what a newer torch has changed. `FROM_2_13` tells older torches, down to 2.11, w
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+
+from tpfuse.comm.layout import local_tensor
 
 FROM_2_13 = hasattr(FSDPModule, "reset_iter_state")  # and set_reduce_scatter_unused_params
 
@@ -67,11 +70,11 @@ def padded_shards(unit: FSDPModule) -> dict[Parameter, Tensor]:
     return {shard: parameter._sharded_param_data for shard, parameter in _parameters(unit).items()}
 
 
-def move_shard(unit: FSDPModule, shard: Any, padded: Tensor) -> None:
+def move_shard(unit: FSDPModule, shard: Parameter, padded: Tensor) -> None:
     """Let `padded`, flat, be the memory of a shard with its padding; `module.to()` would copy it elsewhere."""
-    local = shard.to_local()
+    local = local_tensor(shard)
     _parameters(unit)[shard]._sharded_param_data = padded
-    shard._local_tensor = padded[: local.numel()].view(local.shape)
+    cast(DTensor, shard)._local_tensor = padded[: local.numel()].view(local.shape)
 
 
 def whole_gradients(unit: FSDPModule) -> dict[Parameter, Tensor | None]:

@@ -180,6 +180,7 @@ class FullySharded(Engine):
         internals.around_reduce(module, partial(self._reduce, unit))
 
     def _begin(self, unit: Unit, operation: Operation) -> None:
+        """Compare an operation of a unit with those of the other ranks before it begins."""
         self._order.begin(operation, unit.number)
         if operation == "reduce_scatter":
             self._reduced.add(unit)
