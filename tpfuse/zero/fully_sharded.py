@@ -131,6 +131,7 @@ class FullySharded(Engine):
         self._postpones = internals.FROM_2_13 and offload == "none"
         self._completed = set[str]()  # the parameters of which no later pass of a pipeline's step computes gradients
         self._ran = False  # whether a backward pass has run in the micro-batch
+        self._used = False  # whether a forward pass has run, in which `fully_shard` makes the state that it resets
         for unit in self._units:
             self._take_over(unit)
         self.traffic.sent = self.traffic.received = 0
@@ -193,6 +194,7 @@ class FullySharded(Engine):
         If shards were written since the last time (load_state_dict, an update), what was gathered is old, also what was
         gathered ahead.
         """
+        self._used = True
         if unit.count_writes():
             internals.free(unit.module)
         if self._store is None:
@@ -289,7 +291,7 @@ class FullySharded(Engine):
             unit.check()
         self._keep_gathered(False)
         self._root.set_is_last_backward(True)
-        if self._owed or self._pipelined:
+        if self._owed or (self._pipelined and self._ran):
             self._end_backward(self._owed, self._owed)
         self._order.end("finish()")
         for member in self._tied:
@@ -338,9 +340,9 @@ class FullySharded(Engine):
         return not self._ran or (self.accumulate == "sharded" and not self._pipelined)
 
     def _drop(self) -> None:
-        if internals.FROM_2_13:
+        if self._used and internals.FROM_2_13:
             self._root.reset_iter_state()
-        else:
+        elif self._used:
             self._root.set_is_last_backward(True)
             self._end_backward((), ())
         for unit in self._units:
