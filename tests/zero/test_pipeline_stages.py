@@ -328,11 +328,12 @@ def test_stage_3_gathers_once_in_a_step_and_reduces_each_pass_or_once(accumulate
     assert isinstance(staged.pipeline.blocks[0].up.bias, DTensor), "outside of a step each unit frees its parameters"
 
 
+@pytest.mark.parametrize("accumulate", ["sharded", "whole"])
 @on_ranks(4)
-def test_split_passes_accumulate_half_gradients_in_float32() -> None:
+def test_split_passes_accumulate_half_gradients_in_float32(accumulate: Accumulate) -> None:
     sums = []
     for schedule in ("1f1b", "zero_bubble"):
-        staged = Staged(3, schedule, change=nn.Module.bfloat16)
+        staged = Staged(3, schedule, change=nn.Module.bfloat16, accumulate=accumulate)
         staged.step(0)
         staged.engine.finish()
         sums.append({member.name: member.gradient for member in staged.engine.members})
