@@ -1,4 +1,4 @@
-"""What `parallelize` and a parallelized model refuse, and what `check=True` finds."""
+"""Refusals of `parallelize` and of a parallelized model, and the differences that `check=True` finds."""
 
 import re
 from collections.abc import Callable

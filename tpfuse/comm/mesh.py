@@ -17,6 +17,9 @@ from tpfuse.comm.errors import set_coordinates
 from tpfuse.comm.member_groups import subgroup
 from tpfuse.kernels.launch import RESERVED
 
+DATA_AXES = ("dp", "cp", "ring", "ulysses")  # along these axes, ranks have equal parameters and other tokens
+AXES = ("pp", *DATA_AXES, "tp")
+
 
 def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1, pp: int = 1) -> DeviceMesh:
     """Return the mesh ("dp", "tp") over all ranks of the default process group, in which tp varies fastest.
@@ -74,7 +77,7 @@ def tensor_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     Along the other axes of `build_mesh` ranks share no layers. Raise ValueError for a mesh with any others but one.
     """
     names = _names(device_mesh)
-    if device_mesh is None or (names and set(names) <= {"pp", "dp", "cp", "ring", "ulysses"}):
+    if device_mesh is None or (names and set(names) <= {*AXES} - {"tp"}):
         return None
     if "tp" not in names and device_mesh.ndim > 1:
         raise ValueError(f'mesh has the axes {names or device_mesh.ndim}: expected one named "tp", or one axis')

@@ -20,7 +20,7 @@ from tpfuse.checkpoint.checkpoint import Checkpoint, Shard
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.dispatch import connected
-from tpfuse.comm.mesh import flat_group, rank_and_size
+from tpfuse.comm.mesh import AXES, DATA_AXES, flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.trace import span
 from tpfuse.errors import RunError
@@ -50,7 +50,6 @@ from tpfuse.zero.compression import PowerSGDCompression, compression_of
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.muon_matrices import hidden_matrices
-from tpfuse.zero.sharding import DATA_AXES
 
 _FIRST_SCALE = 2.0**16  # the first loss scale in float16; it is halved at an overflow and doubled after 2000 good steps
 _SCALE_INTERVAL = 2000
@@ -103,7 +102,7 @@ class Trainer:
         self.replica_group = flat_group(mesh, *DATA_AXES)
         self.stage_group = flat_group(mesh, *DATA_AXES, "tp")
         self.pipeline_group = flat_group(mesh, "pp")
-        self.world_group = flat_group(mesh, "pp", *DATA_AXES, "tp")
+        self.world_group = flat_group(mesh, *AXES)
         self.dp_rank, self.dp = rank_and_size(flat_group(mesh, "dp"))
         self.tp_rank, self.tp = rank_and_size(self.model_group)
         _, self.replicas = rank_and_size(self.replica_group)

@@ -254,7 +254,7 @@ class GradientBuckets(Engine):
                     for segment in compress(bucket.layout.segments, of_pass):
                         self._places[segment.name].leave(taken=False)
         yield
-        for bucket in self.buckets:
+        for bucket in self.buckets if complete else ():
             bucket.end_arrivals({i for i, s in enumerate(bucket.layout.segments) if self.trained[s.name] in complete})
         self._start_reductions(complete=not sharded)
         if sharded:

@@ -26,14 +26,14 @@ from torch.optim import Optimizer
 from tpfuse.choices import MomentDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
-from tpfuse.comm.mesh import flat_group, rank_and_size, shown
+from tpfuse.comm.mesh import AXES, flat_group, rank_and_size, shown
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import PowerSGDCompression
 from tpfuse.zero.engine import StepState
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.muon import MuonOptions
 from tpfuse.zero.muon_matrices import hidden_matrices
-from tpfuse.zero.sharding import AXES, adamw, shard
+from tpfuse.zero.sharding import adamw, shard
 
 _SHARED = ("lr", "betas", "eps")  # hyperparameters that must be equal in both of AdamW's groups of parameters
 

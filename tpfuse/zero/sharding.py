@@ -25,7 +25,16 @@ from torch.distributed.tensor import DTensor
 from tpfuse.choices import Accumulate, GradientDtype, MomentDtype
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor, model_device
-from tpfuse.comm.mesh import check_order, default_group, flat_group, group_of_ends, rank_and_size, shown
+from tpfuse.comm.mesh import (
+    AXES,
+    DATA_AXES,
+    check_order,
+    default_group,
+    flat_group,
+    group_of_ends,
+    rank_and_size,
+    shown,
+)
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.zero.bucket_layout import BUCKET_BYTES
 from tpfuse.zero.bucket_updater import BucketUpdater
@@ -38,9 +47,6 @@ from tpfuse.zero.offload import FileStore, file_bytes, moment_dtype, state_bytes
 from tpfuse.zero.parameter_takeover import partial_gradients
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.unit_updater import UnitUpdater
-
-DATA_AXES = ("dp", "cp", "ring", "ulysses")  # along these axes, ranks have equal parameters and other tokens
-AXES = ("pp", *DATA_AXES, "tp")
 
 
 def shard(
