@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.collectives import on_any_rank
 from tpfuse.comm.dispatch import meet
-from tpfuse.comm.layout import gather_whole, load_part_
+from tpfuse.comm.layout import gather_whole, load_part_, model_device
 from tpfuse.comm.mesh import groups_of
 from tpfuse.comm.stored_tensors import StoredTensor, check_names, check_tensor, stored_tensors, twice
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -107,7 +107,7 @@ def save_pretrained(
     folder = Path(folder)
     meet("save_pretrained, which all ranks of the model call", *groups_of(model.device_mesh))
     there = [name for name in ("config.json", "model.safetensors") if (folder / name).exists()]
-    if anywhere(bool(there), model.device_mesh):
+    if on_any_rank(bool(there), model_device(model), *groups_of(model.device_mesh)):
         raise ValueError(
             f"{folder} holds {' and '.join(there) or 'a model'} already: remove it or choose another folder"
         )

@@ -73,10 +73,10 @@ def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
     """Train as a rank of a launcher. The first rank checks and prepares the run and tells the others the outcome."""
     import torch.distributed as dist
 
-    from tpfuse.checkpoint.agreement import from_first
-    from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
+    from tpfuse.comm.collectives.collective import set_timeout
+    from tpfuse.comm.errors import PeerTimeout, RankFailed
     from tpfuse.train.check_options import check_options, with_layout
-    from tpfuse.train.launch import device_of, join
+    from tpfuse.train.launch import device_of, from_first, join
     from tpfuse.train.loop import train_rank
     from tpfuse.train.setup import prepare_run
 
@@ -89,13 +89,11 @@ def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
     assert world is not None
     set_timeout(world, _PREPARATION)
     try:
-        run = from_first(world, lambda: prepare_run(options, info.local_world))
+        run = from_first(world, lambda: prepare_run(options, info.local_world), "preparing the run")
     except RunError:
         dist.destroy_process_group()
         raise
-    except RuntimeError as error:
-        if not is_lost_peer(error):
-            raise
+    except (PeerTimeout, RankFailed) as error:
         raise PeerLost(f"rank {info.rank} lost another rank while rank 0 prepared the run") from error
     set_timeout(world, options.comm.timeout)
     return train_rank(info, run)

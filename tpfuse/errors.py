@@ -107,6 +107,17 @@ class RunError(RuntimeError):
         self.status, self.alone = status, alone
 
 
+@contextlib.contextmanager
+def ending_run() -> Iterator[None]:
+    """Raise RunError for bad input, a damaged checkpoint and a disk that fails in the block."""
+    try:
+        yield
+    except (UserError, CheckpointError) as error:
+        raise RunError(str(error), error.status) from error
+    except OSError as error:
+        raise RunError(of_disk(error)) from error
+
+
 class PeerLost(RunError):
     """A rank cannot continue because other ranks do not answer.
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tpfuse.checkpoint import checkpoint, safetensors_file
 from tpfuse.checkpoint.checkpoint import Shard
-from tpfuse.comm.collectives import collective
+from tpfuse.comm import handle
 from tpfuse.testing.patience import Deadline, patient
 
 COUNTED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -133,7 +133,7 @@ class Disk:
 def rank_main(run: Path, rank: int, world: int, mode: str, k: int) -> dict[str, object]:
     """Save step 10 on the given disk. Unless ranks are killed, check the result afterwards and save step 11."""
     group = None
-    collective.PATIENCE = 0.0  # the test does not read which rank is missing
+    handle.PATIENCE = 0.0  # the test does not read which rank is missing
     if world > 1:
         store = dist.FileStore(str(run.with_suffix(".store")), world)
         limit = timedelta(seconds=patient(DEADLINE / 2))

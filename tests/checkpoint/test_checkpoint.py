@@ -298,8 +298,8 @@ def test_ranks_wait_while_older_checkpoints_are_read(tmp_path):
         ("overlap", "ValueError: w cannot be saved: the slice", ""),
         ("scalar", "ValueError: w cannot be saved: the slice ()", ""),
         ("shape", "ValueError: w is F32 (11, 2) on rank 1", ""),
-        ("raise", "RuntimeError: stopped by an error on rank 1: AttributeError", "AttributeError"),
-        ("state", "TypeError", "RuntimeError: stopped by an error on rank 0: TypeError"),
+        ("raise", "RankFailed: saving a checkpoint failed on rank 1: AttributeError", "AttributeError"),
+        ("state", "TypeError", "RankFailed: saving a checkpoint failed on rank 0: TypeError"),
     ],
 )
 def test_errors_of_one_rank_reach_all(tmp_path, what, first, second):

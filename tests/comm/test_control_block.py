@@ -42,15 +42,15 @@ def test_an_exchange_returns_the_texts_of_all_ranks() -> None:
     control = _control_block()
     for text in ("", "short", "ü" * 500, "x", "y" * 4088, "after the longest"):
         every = [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(control.world)]
-        assert control.exchange(every[control.rank], "test") == every
+        assert control.exchange(every[control.rank].encode(), "test") == [text.encode() for text in every]
 
 
 @on_ranks(3)
 def test_a_text_is_not_overwritten_before_it_is_read() -> None:
     control = _control_block()
     for turn in range(500):
-        texts = control.exchange(f"{turn} {control.rank}" + "." * (turn * 37 % 300), "test")
-        assert [text.rstrip(".") for text in texts] == [f"{turn} {rank}" for rank in range(control.world)]
+        texts = control.exchange(b"%d %d" % (turn, control.rank) + b"." * (turn * 37 % 300), "test")
+        assert [text.rstrip(b".") for text in texts] == [b"%d %d" % (turn, rank) for rank in range(control.world)]
 
 
 @on_ranks(2)
@@ -129,7 +129,7 @@ def test_ranks_that_wait_for_a_rank_in_another_operation_get_an_error() -> None:
     control.begin(own)
     with pytest.raises(Disagreement) as caught:
         if rank == 0:
-            control.exchange("", "test")
+            control.exchange(b"", "test")
         else:
             wait_until(lambda: control.states[0].begun, "rank 0 has begun")
             control.stop_if_others_differ()
@@ -139,7 +139,7 @@ def test_ranks_that_wait_for_a_rank_in_another_operation_get_an_error() -> None:
     others = (0,) if rank else (1, 2)
     expected = [f"operation 1: rank {x} runs operation of {min(x, 1)}, rank {rank} runs {own}" for x in others]
     assert str(caught.value) in expected
-    assert control.exchange(str(rank), "after") == ["0", "1", "2"]
+    assert control.exchange(b"%d" % rank, "after") == [b"0", b"1", b"2"]
 
 
 @on_ranks(3)
@@ -158,14 +158,14 @@ def test_the_flight_record_holds_the_last_operations() -> None:
     assert control.local.last_operation().startswith("x" + "ü" * 70)
     control.begin("short")
     assert control.local.last_operation() == "short"
-    control.exchange("", "test")
+    control.exchange(b"", "test")
     for state in control.states:
         assert state.operations()[-1]["operation"] == "short"
     assert control.slowest() is None
-    control.exchange("", "test")
+    control.exchange(b"", "test")
     if control.rank != 1:
         control.begin("one more")
-    control.exchange("", "test")
+    control.exchange(b"", "test")
     assert control.slowest() == (None if control.rank == 1 else 1)
 
 
@@ -177,12 +177,12 @@ def test_an_abort_ends_the_waits_of_every_rank_until_the_reset() -> None:
         control.abort(1, 2)
         control.abort(1, 0)  # It is too late: only the first call counts.
     with pytest.raises(PeerTimeout) as caught:
-        control.exchange("", "second")
-        control.exchange("", "third")
+        control.exchange(b"", "second")
+        control.exchange(b"", "third")
     error = caught.value
     assert error.op in ("second", "third") and (error.rank, error.step, error.peer) == (control.rank, 5, 2)
     control.reset(lambda: None)
-    assert not control.aborted and control.exchange(str(control.rank), "after") == ["0", "1", "2"]
+    assert not control.aborted and control.exchange(b"%d" % control.rank, "after") == [b"0", b"1", b"2"]
 
 
 @on_ranks(2)
@@ -198,7 +198,7 @@ def test_a_reset_to_which_no_other_rank_came_can_be_tried_again() -> None:
     cleared: list[int] = []
     for turn in range(3):
         control.reset(lambda: cleared.append(1))
-        assert control.exchange(str(turn), "after") == [str(turn)] * control.world
+        assert control.exchange(b"%d" % turn, "after") == [b"%d" % turn] * control.world
     assert len(cleared) == 3
 
 
@@ -245,7 +245,7 @@ def test_messages_are_recorded_beside_the_operations_and_not_compared() -> None:
     assert control.local.last_operation() == "all_gather"
     for number in range(70 * control.rank):
         control.end(control.begin_message(f"message {number}"))
-    control.exchange("", "test")
+    control.exchange(b"", "test")
     control.compare()
     assert control.slowest() is None and control.states[1].begun == 1 and control.states[1].messages == 71
     first, second = ([entry["number"] for entry in state.operations()] for state in control.states)
@@ -296,11 +296,11 @@ def test_a_rank_has_left_only_if_it_did_not_end_the_operation() -> None:
         for number in range(3):
             begun = control.begin(f"operation {number}")
             for ended in (False, True):
-                control.exchange("begun or ended", "test")
+                control.exchange(b"begun or ended", "test")
                 patch.setattr(control, "has_ended", lambda rank: rank == 1)
                 assert control.first_left() == (1 if control.rank == 0 and not ended else None)
                 patch.undo()
-                control.exchange("seen", "test")
+                control.exchange(b"seen", "test")
                 if control.rank == 1 or ended:
                     control.end(begun)
 

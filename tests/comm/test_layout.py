@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.collectives import on_any_rank
 from tpfuse.comm.layout import (
     Slices,
     copy_whole_,
@@ -18,6 +18,7 @@ from tpfuse.comm.layout import (
     local_slices,
     local_tensor,
 )
+from tpfuse.comm.mesh import groups_of
 from tpfuse.layers.on_mesh import empty_parameter
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import on_ranks
@@ -87,6 +88,8 @@ def test_loading_and_gathering_return_the_same() -> None:
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])
 @on_ranks("world")
-def test_anywhere_is_true_if_one_rank_is() -> None:
-    assert anywhere(dist.get_rank() == dist.get_world_size() - 1, tensor_mesh()) and not anywhere(False, tensor_mesh())
-    assert anywhere(True, None) and not anywhere(False, None)
+def test_a_flag_of_one_rank_is_one_of_all() -> None:
+    cpu, groups = torch.device("cpu"), groups_of(tensor_mesh())
+    assert on_any_rank(dist.get_rank() == dist.get_world_size() - 1, cpu, *groups)
+    assert not on_any_rank(False, cpu, *groups)
+    assert on_any_rank(True, cpu, None) and not on_any_rank(False, cpu)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
+from tpfuse.comm import handle
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import symmetric_memory
@@ -61,7 +62,7 @@ def _chain(rank: Rank, name: Implementation, timeout: float, last_waits: bool) -
     set_settings(timeout=timeout)
     if name == "collective":
         set_timeout(group)
-        collective.PATIENCE = patient(2.0)
+        handle.PATIENCE = patient(2.0)
     else:
         _memory(group, timeout)
     time.sleep(rank.rank * timeout / 20)
@@ -113,7 +114,7 @@ def _between_nodes(rank: Rank, what: str) -> None:
         memory = _memory(within, patient(0.5))
         flags = memory.signals("never", 1)
     set_settings(timeout=patient(1.5))
-    collective.PATIENCE = patient(0.5)
+    handle.PATIENCE = patient(0.5)
     rank.tell("here")
     if rank.rank == 1:
         memory.wait_signal(flags, 0, 0, 1, peer=1, op="wait")

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from tests.support.forked_ranks import Rank, Ranks, ranks
 from tests.support.meshes import mesh_from
 from tpfuse.choices import Implementation
-from tpfuse.comm import collectives
+from tpfuse.comm import collectives, handle
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.messages import Messages, Route, open_messages
-from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.comm.stacks import offered_stack
@@ -142,7 +142,7 @@ def _broadcast(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _first_exchange(group: dist.ProcessGroup) -> Step:
-    return lambda: exchange(group, 1, "first exchange", patient(SHORT))
+    return lambda: exchange(1, group, op="first exchange", within=patient(SHORT))
 
 
 def _buffer(group: dist.ProcessGroup) -> Step:
@@ -228,7 +228,7 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
 
 def _serve(rank: Rank) -> None:
     world = rank.join()
-    collective.PATIENCE = 0.1
+    handle.PATIENCE = 0.1
     while True:
         index, folder = rank.hear()
         case = CASES[index]

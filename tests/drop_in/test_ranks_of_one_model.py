@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of, tensor_mesh
-from tpfuse.comm.collectives import anywhere, one_model
+from tpfuse.comm.agreement import agreement
+from tpfuse.comm.collectives import one_model
 from tpfuse.comm.collectives.one_model import FIRST, ONE_IN, compare_inputs
 from tpfuse.comm.dispatch import connected, symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.drop_in.parallelize import parallelize, restore
-from tpfuse.drop_in.weights import agreement
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.parallelize_gpt import parallelize_gpt
@@ -162,7 +162,7 @@ def _save_alone(folder: Path) -> list[str]:
     for connects in (False, True):  # they exchange texts by the store of their group, or in shared memory
         model, mesh = _fresh("llama")
         if connects:
-            anywhere(False, mesh)
+            symmetric_memory(mesh.get_group(), CPU)
         with pytest.raises(Disagreement) as caught:
             model.save_pretrained(folder) if rank == 0 else model(input_ids=IDS)
         messages.append(str(caught.value))
@@ -186,7 +186,7 @@ def _alone(folder: Path) -> dict[str, str]:
     memory: Any = symmetric_memory(mesh.get_group(), CPU)
 
     def saves_together(model: Any) -> None:
-        with agreement("saving", mesh):
+        with agreement("saving", mesh.get_group()):
             model.save_pretrained(folder)
 
     learned = {}

@@ -31,15 +31,16 @@ from torch.distributed.tensor import DTensor
 from tests.support.decoders import decoder
 from tests.support.meshes import mesh_of, tensor_mesh
 from tests.support.tiers import exhaustive
-from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.agreement import agreement
+from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.mesh import all_groups_of, build_mesh
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.comm.stored_tensors import StoredTensor, check_names
 from tpfuse.drop_in.parallelize import parallelize, restore
 from tpfuse.drop_in.styles import FusedColwiseParallel
-from tpfuse.drop_in.weights import agreement, empty_model, find_weights
+from tpfuse.drop_in.weights import empty_model, find_weights
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.ranks import pool
 
@@ -385,7 +386,7 @@ def _refused(folder: Path) -> str:
 
 def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_model_as_it_was(folders: Any) -> None:
     first, second = pool(2).run(_refused, folders("llama_one_kv_head"))
-    assert "nothing: cannot be read" in first and "failed on another rank" in second
+    assert "nothing: cannot be read" in first and "failed on rank 0" in second
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def _save_other_things(folder: Path, out: Path) -> None:
     model.save_pretrained(out / "nobody", is_main_process=False)
     (out / "file").touch()
     dist.barrier()
-    with pytest.raises((OSError, ValueError), match=r"another rank|file") as refused:
+    with pytest.raises((OSError, ValueError), match=r"failed on rank|file") as refused:
         model.save_pretrained(out / "file" / "below")
     assert isinstance(refused.value, OSError) == (dist.get_rank() == 0)
     restore(model)
@@ -542,8 +543,8 @@ def _slow_writer() -> str:
     set_settings(timeout=1.0)
     try:
         mesh = build_mesh("cpu", dp=1, tp=2)
-        anywhere(False, mesh)  # it connects the ranks' memory
-        with agreement("writing", mesh):
+        symmetric_memory(mesh["tp"].get_group(), "cpu")
+        with agreement("writing", *all_groups_of(mesh)):
             time.sleep(2.5 * (dist.get_rank() == 0))
             if dist.get_rank() == 0:
                 raise OSError("the disk is full")
@@ -556,5 +557,5 @@ def _slow_writer() -> str:
 
 @pytest.mark.exhaustive
 def test_ranks_wait_for_one_that_writes_and_learn_why_it_fails() -> None:
-    expected = ["the disk is full", "writing failed on another rank: OSError: the disk is full"]
+    expected = ["the disk is full", "writing failed on rank 0 (dp 0, tp 0): OSError: the disk is full"]
     assert pool(2).run(_slow_writer) == expected

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.choices import Implementation
-from tpfuse.comm.collectives import collective
+from tpfuse.comm import handle
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import set_settings
@@ -75,7 +75,7 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
 def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tuple[str, ...], timeout: float) -> None:
     """Run each step without rank 1, then with rank 1 coming late, then with all ranks."""
     world = rank.join()
-    collective.PATIENCE = timeout
+    handle.PATIENCE = timeout
     if engines:
         _by_copy_engines(world)
     for step in steps:
@@ -137,7 +137,7 @@ def test_a_rank_that_never_comes_is_named(
 
 def _until_a_rank_dies(rank: Rank, name: Implementation, step: str) -> None:
     group = rank.join()
-    collective.PATIENCE = patient(0.4)
+    handle.PATIENCE = patient(0.4)
     set_settings(timeout=patient(10.0 if step in ATTENTION and name == "collective" else LIMIT))
     with use(implementation=name):
         out = _forward(step, group)

@@ -23,7 +23,7 @@ from tests.support.decoders import decoder, exact
 from tests.support.meshes import mesh_of
 from tpfuse.checkpoint.checkpoint import differing, newest_good, save
 from tpfuse.choices import Implementation
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.switches import use
@@ -104,7 +104,7 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     weights = {name: gather_whole(parameter).clone() for name, parameter in trainer.model.named_parameters()}
     if trainer.pipeline_group is None:
         return weights
-    parts = gather_objects(weights, trainer.pipeline_group, op="weights of all stages")
+    parts = exchange(weights, trainer.pipeline_group, op="weights of all stages")
     for name in parts[0].keys() & parts[-1].keys():  # tied parameters
         assert torch.equal(parts[0][name], parts[-1][name])
     return {name: weight for part in parts for name, weight in part.items()}

@@ -13,9 +13,10 @@ A tensor is stored as rectangles [start, stop) of its global shape, as the ranks
 rank. A loading rank reads the intersections of these with its own rectangles, so any layout loads into any other.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from typing import Any
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from tpfuse.checkpoint.agreement import DiskFailed, agree
 from tpfuse.checkpoint.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
 from tpfuse.checkpoint.manifest import (
     FORMAT,
@@ -45,7 +45,7 @@ from tpfuse.checkpoint.manifest import Shard as Shard
 from tpfuse.checkpoint.manifest import Shards as Shards
 from tpfuse.checkpoint.safetensors_file import DTYPES, write_safetensors
 from tpfuse.checkpoint.untrusted import Unreadable, check_regular
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.layout import Slices
 from tpfuse.errors import CheckpointError as CheckpointError
 from tpfuse.errors import UserError
@@ -150,7 +150,7 @@ def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None
     """
     tensors = saved.manifest["tensors"]
     own = {name: [(shard.is_owner, shard.slices, digest(shard)) for shard in held] for name, held in shards.items()}
-    ranks = [own] if group is None else gather_objects(own, group, op="digests")
+    ranks = exchange(own, group, op="digests")
     owned: dict[str, dict[Slices, int]] = {}
     for name, held in ((name, held) for of_rank in ranks for name, held in of_rank.items()):
         owned.setdefault(name, {}).update({slices: value for is_owner, slices, value in held if is_owner})
@@ -194,6 +194,9 @@ def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     if damaged:
         raise CheckpointError(run, "a good checkpoint", f"only damaged ones ({len(damaged)}); the newest: {damaged[0]}")
     return None
+
+
+_SAVING = "saving a checkpoint"  # in errors
 
 
 class _Saving:
@@ -276,6 +279,21 @@ class _Saving:
         sync_folder(self.run)  # makes the renames durable before anything in those folders is deleted
 
 
+class _DiskFailed(Exception):
+    """The disk of one rank failed. The message names the rank and the error."""
+
+
+@contextlib.contextmanager
+def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Run the block on every rank. If the disk of one fails (OSError), all raise _DiskFailed."""
+    with agreement(_SAVING, group, alike=_DiskFailed):
+        try:
+            yield
+        except OSError as error:
+            rank = 0 if group is None else group.rank()
+            raise _DiskFailed(f"rank {rank}: {type(error).__name__}: {error}") from error
+
+
 def _is_done(work: Future[None]) -> bool:
     """Wait half a second for `work` and return whether it is done. Raise what it has raised."""
     return work in wait([work], 0.5).done and work.result() is None
@@ -305,20 +323,29 @@ def save(
     rank = 0 if group is None else group.rank()
     saving = _Saving(Path(run), step, shards, rank)
     try:
-        begun = agree(group, lambda: (describe(shards), rank == 0 and saving.begin()))
+        with _together(group):
+            own = describe(shards), rank == 0 and saving.begin()
+        begun = exchange(own, group, op=_SAVING)
         if not begun[0][1]:
             tensors = tensor_table([description for description, _ in begun])
-            written = agree(group, saving.write)
+            with _together(group):
+                file = saving.write()
+            written = exchange(file, group, op=_SAVING)
             files = {entry[0]: {"size": entry[1], "sha256": entry[2]} for entry in written if entry}
             manifest = {"format": FORMAT, "step": step, "files": files, "tensors": tensors, "state": state}
-            agree(group, lambda: saving.commit(manifest) if rank == 0 else None)
+            with _together(group):
+                if rank == 0:
+                    saving.commit(manifest)
             with ThreadPoolExecutor(1) as worker:
                 tidied = worker.submit(saving.tidy, keep) if rank == 0 else None
                 # Older checkpoints that are kept are read whole, which may take longer than a collective.
-                while not all(agree(group, lambda: tidied is None or _is_done(tidied))):
-                    pass
+                done = False
+                while not done:
+                    with _together(group):
+                        done = tidied is None or _is_done(tidied)
+                    done = all(exchange(done, group, op=_SAVING))
         saved: Path | None = saving.final
-    except DiskFailed as failure:
+    except _DiskFailed as failure:
         said = f"step {step} was not saved: {failure}; training continues, and the next save tries again"
         saving.warnings.insert(0, said)
         saved = None

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.comparison import Differs, FirstResults
 from tpfuse.comm.decisions import (
     TRIED,
@@ -47,7 +48,6 @@ from tpfuse.comm.decisions import (
 )
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
@@ -129,7 +129,7 @@ def decide(
     assert current is not None
     asked = _Case(case, group, device, candidates, usual, exact, current)
     decision = current.known.get(case)
-    asked.agree(decision)
+    asked.compare(decision)
     if decision is None or decision.taken not in candidates:
         started = time.monotonic()
         decision, barred = asked.stored()
@@ -170,9 +170,9 @@ class _Case:
         A candidate may have failed on one rank alone: then the other ranks have waited for it, and come that much
         later.
         """
-        return exchange(self.group, value, f"measuring {self.name}", 3 * settings().timeout)
+        return exchange(value, self.group, op=f"measuring {self.name}", within=3 * settings().timeout)
 
-    def agree(self, known: Decision | None) -> None:
+    def compare(self, known: Decision | None) -> None:
         """Raise Disagreement if ranks come with different decisions of earlier runs, or with different cases."""
         text = self.name if known is None else f"{self.name} with {known.taken}"
         texts, ranks = self._exchange(text), dist.get_process_group_ranks(self.group)

@@ -19,6 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from tpfuse.comm import host, trace, waits
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.futex import Backoff, compare_and_swap, load_acquire, publish, store_release
 from tpfuse.comm.rank_state import (
@@ -38,7 +39,6 @@ from tpfuse.comm.rank_state import (
     padded,
     word,
 )
-from tpfuse.comm.rendezvous import exchange
 
 # An abort word is the missing rank's number in the world + 1, or: no rank is missing; ranks run different operations.
 _NO_RANK, _DIFFERENT = -1, -2
@@ -57,12 +57,13 @@ class ControlBlock:
         self.ranks = dist.get_process_group_ranks(group)  # the ranks' numbers in the world, which messages use
         mapping, reason = self._mapped() if self.rank == 0 else (None, "")
         descriptor = mapping.descriptor if mapping is not None else None
-        entries = exchange(group, (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
+        own, op = (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory"
+        entries = exchange(own, group, op=op, within=timeout)
         reason = _why_not(entries)
         if not reason and mapping is None:
             mapping, reason = self._mapped((entries[0][1], entries[0][2] or 0))
         # Either every rank has mapped the memory, or no rank uses it.
-        reasons = [text for text in exchange(group, reason, "symmetric memory", timeout) if text]
+        reasons = [text for text in exchange(reason, group, op=op, within=timeout) if text]
         if mapping is not None:
             mapping.close_descriptor()
         if reasons:
@@ -285,21 +286,20 @@ class ControlBlock:
             return f"process {self.pids[rank]} has given up {last or 'its step'}, and waits in reset()"
         return f"process {self.pids[rank]}, " + (f"last seen in {last}" if last else "not seen yet")
 
-    def exchange(self, text: str, op: str) -> list[str]:
-        """Return every rank's text, in rank order. It is a barrier. text: at most 4088 bytes. Raise PeerTimeout.
+    def exchange(self, data: bytes, op: str) -> list[bytes]:
+        """Return every rank's data, in rank order. It is a barrier. data: at most 4088 bytes. Raise PeerTimeout.
 
-        A text is overwritten two exchanges later: by then every rank has come to the exchange between, and so has read
-        the text.
+        Data is overwritten two exchanges later: by then every rank has come to the exchange between, and so has read
+        it.
         """
-        data = text.encode()
-        assert len(data) <= TEXT - 8, "the text is longer than a control block holds"
+        assert len(data) <= TEXT - 8, "the data is longer than a control block holds"
         self._epoch += 1
         area = self.local.texts[self._epoch % 2]
         area[:8] = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
         area[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
         self._wait_for_all(EPOCH, self._epoch, op, heed_abort=True)
         areas = [state.texts[self._epoch % 2] for state in self.states]
-        return [bytes(area[8 : 8 + int(area[:8].view(np.int64)[0])]).decode() for area in areas]
+        return [bytes(area[8 : 8 + int(area[:8].view(np.int64)[0])]) for area in areas]
 
     def _wait_for_all(self, field: int, value: int, op: str, *, heed_abort: bool) -> None:
         """Write one of this rank's numbers and wait until every rank's number is at least as large.
@@ -335,16 +335,6 @@ class ControlBlock:
         It may have come and then left, so its number is read after the check that it has left.
         """
         return rank != self.rank and self.has_left(rank) and int(self.states[rank].numbers[field]) < value
-
-    def agree(self, what: str, op: str) -> None:
-        """Wait for all ranks and compare what they do: raise Disagreement on every rank if one does something else.
-
-        what: the text that the ranks compare, which is recorded as an operation; op: its name in PeerTimeout.
-        """
-        number = self.begin(what)
-        self.exchange("", op)
-        self.compare()
-        self.end(number)
 
     def reset(self, clear: Callable[[], None]) -> None:
         """Reset this rank's state and call `clear`, between two barriers that no abort ends.

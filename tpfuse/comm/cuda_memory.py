@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.cuda_calls import CudaCalls, Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
@@ -85,13 +86,16 @@ class CudaMemory(HostCoordinatedMemory):
 
     def _check_gpus(self) -> None:
         """Raise Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
-        reason, calls = self._calls.why_not(), self._calls
-        own = [] if reason else [str(self.device), calls.gpu(), calls.model(), calls.socket_folder()]
-        gpus = self.collect(reason, "symmetric memory", own)
-        obstacles = (self._obstacle(rank, *gpu) for rank, gpu in enumerate(gpus) if rank != self.rank)
-        for text in self.exchange(next((text for text in obstacles if text), ""), "symmetric memory"):
-            if text:
-                raise Unavailable(text)
+        op, calls = "symmetric memory", self._calls
+        with self._agreement(op):
+            if reason := calls.why_not():
+                raise Unavailable(reason)
+            own = str(self.device), calls.gpu(), calls.model(), calls.socket_folder()
+        gpus = exchange(own, self, op=op)
+        with agreement(op, self, alike=Unavailable):
+            for rank, gpu in enumerate(gpus):
+                if rank != self.rank and (text := self._obstacle(rank, *gpu)):
+                    raise Unavailable(text)
         self.has_second_stream = len({gpu for _, gpu, *_ in gpus}) == self.world
         if not self.has_second_stream:
             self.resident_programs = _SHARED_PROGRAMS
@@ -133,7 +137,7 @@ class CudaMemory(HostCoordinatedMemory):
             allocation.parts[self.rank][start : start + size].zero_()  # before ranks agree, and so before peers write
             self._calls.synchronize()
         # After an error that not all ranks raised, their gaps may differ.
-        self._agree(f"buffer {key!r} {dtype} {tuple(shape)} at {number}, {start}", f"buffer {key}")
+        self._meet(f"buffer {key!r} {dtype} {tuple(shape)} at {number}, {start}", f"buffer {key}")
         if number == len(self._allocations):
             self._allocations.append(self._share(key, _SHARED if size <= _SMALL else size))
         allocation = self._allocations[number]
@@ -144,19 +148,21 @@ class CudaMemory(HostCoordinatedMemory):
 
     def _share(self, key: str, size: int) -> _Allocation:
         """Return `size` bytes of every rank, zeroed. Collective. Raise Unavailable on every rank, which names `key`."""
-        reason = ""
-        try:
-            tensor = self._calls.allocate(size, self._group_name)
-        except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError.
-            reason = f"{size} bytes of GPU memory for {key} cannot be allocated: {_first_line(error)}"
-        self.collect(reason, f"buffer {key}")
-        try:
-            handle = self._calls.rendezvous(tensor, self._group_name)
-            tensor.zero_()
-            self._calls.synchronize()
-        except RuntimeError as error:
-            reason = f"GPU memory for {key} cannot be shared: {_first_line(error)}"
-        offsets = self.collect(reason, f"buffer {key}", 0 if reason else handle.offset)
+        op = f"buffer {key}"
+        with self._agreement(op):
+            try:
+                tensor = self._calls.allocate(size, self._group_name)
+            except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError.
+                text = f"{size} bytes of GPU memory for {key} cannot be allocated: {_first_line(error)}"
+                raise Unavailable(text) from error
+        with self._agreement(op):
+            try:
+                handle = self._calls.rendezvous(tensor, self._group_name)
+                tensor.zero_()
+                self._calls.synchronize()
+            except RuntimeError as error:
+                raise Unavailable(f"GPU memory for {key} cannot be shared: {_first_line(error)}") from error
+        offsets = exchange(handle.offset, self, op=op)
         peers = [
             tensor if rank == self.rank else handle.get_buffer(rank, (size,), torch.uint8, offset)
             for rank, offset in enumerate(offsets)

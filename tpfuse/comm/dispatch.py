@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.choices import Implementation, Kernels
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.limits import keep_to_openmp
-from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
@@ -137,7 +137,7 @@ def meet(op: str, *groups: dist.ProcessGroup) -> None:
     for group in groups:
         memory = next(iter(connected(group)), None)
         if memory is None:
-            exchange(group, None, op, settings().timeout)
+            exchange(None, group, op=op, within=settings().timeout)
         else:
             memory.barrier(op)
 

@@ -55,5 +55,12 @@ class Disagreement(ValueError):
     """
 
 
+class RankFailed(RuntimeError, ValueError):
+    """Work that each rank does by itself has failed on another rank. The message names the rank and its error.
+
+    Most often a rank was given what it cannot use, so that it is a ValueError too.
+    """
+
+
 class Unavailable(RuntimeError):
     """These ranks cannot have symmetric memory. The message gives the reason."""

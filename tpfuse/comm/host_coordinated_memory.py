@@ -1,8 +1,10 @@
 """The common part of the backends of several ranks: control block, deadlines, flight record and reset."""
 
-import json
+import contextlib
+import pickle
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm import trace
+from tpfuse.comm.agreement import agreement
 from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import settings
@@ -53,7 +56,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         self.control.step = step
 
     def barrier(self, op: str = "barrier") -> None:
-        self._agree(op, op)
+        self._meet(op, op)
 
     def guard(self, op: str, *, kernel: bool = False, peer: int | None = None) -> _Guard:
         return _Guard(self, op, kernel, peer)
@@ -81,7 +84,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         """Raise Disagreement if another rank runs another operation, as far as that must be known before it begins."""
         fingerprint = settings().fingerprint
         if fingerprint:
-            self.control.exchange("", op)  # No rank goes on before all have come to the comparison.
+            self.control.exchange(b"", op)  # No rank goes on before all have come to the comparison.
         if kernel or fingerprint:
             self.control.compare()  # A kernel cannot compare while it waits.
 
@@ -109,15 +112,20 @@ class HostCoordinatedMemory(SymmetricMemory):
         if self._watchdog is not None:
             self._watchdog.unwatch()
 
-    def _agree(self, what: str, op: str) -> None:
-        """Call `ControlBlock.agree`; after a Disagreement it resets the memory first.
+    def _meet(self, what: str, op: str) -> None:
+        """Wait for all ranks and compare what they do: raise Disagreement on every rank if one does something else.
 
-        Within a guard it does not: that operation must raise the Disagreement, which the watchdog may have found.
+        what: the text that the ranks compare, which is recorded as an operation; op: its name in PeerTimeout. After an
+        earlier Disagreement this resets the memory first, but not within a guard: that operation must raise the
+        Disagreement, which the watchdog may have found.
         """
         if not self._busy.locked():
             self._recover()
         try:
-            self.control.agree(what, op)
+            number = self.control.begin(what)
+            self.control.exchange(b"", op)
+            self.control.compare()
+            self.control.end(number)
         except PeerTimeout as error:
             write_flight_record(self.control, error)
             raise
@@ -135,21 +143,22 @@ class HostCoordinatedMemory(SymmetricMemory):
         """Raise Disagreement if one of the last operations was another one on another rank."""
         self.control.compare()
 
-    def exchange(self, value: object, op: str) -> list[Any]:
-        """Return every rank's value, sent as JSON, in rank order. Raise PeerTimeout if a rank does not take part."""
+    def exchanged(self, value: object, op: str) -> list[Any]:
+        """Return every rank's value by the control block (`tpfuse.comm.agreement.exchange`)."""
         try:
-            return [json.loads(text) for text in self.control.exchange(json.dumps(value), op)]
+            return [pickle.loads(data) for data in self.control.exchange(pickle.dumps(value), op)]
         except PeerTimeout as error:
             write_flight_record(self.control, error)
             raise
 
-    def collect(self, reason: str, op: str, value: object = None) -> list[Any]:
-        """Return every rank's value, in rank order. Raise Unavailable on every rank if one of them has a reason."""
-        entries = self.exchange([reason, value], op)
-        for rank, (text, _) in enumerate(entries):
-            if text:
-                raise Unavailable(f"rank {rank}: {text}")
-        return [other for _, other in entries]
+    @contextlib.contextmanager
+    def _agreement(self, op: str) -> Iterator[None]:
+        """Run the block on every rank. If it raises Unavailable on one, raise that on all, with the rank's number."""
+        with agreement(op, self, alike=Unavailable):
+            try:
+                yield
+            except Unavailable as error:
+                raise Unavailable(f"rank {self.rank}: {error}") from error
 
     def reset(self) -> None:
         self.control.reset(self.clear_signals)

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tpfuse.comm.rendezvous import exchange
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.settings import settings
 
 _next_number = 0
@@ -25,8 +25,8 @@ def free_number(group: dist.ProcessGroup, op: str) -> int:
 
     op: the name of the operation in errors. Raise PeerTimeout if a rank does not come.
     """
-    numbers: list[int] = exchange(group, max(_next_number, len(_names())), op, settings().timeout)
-    return max(numbers)
+    own = max(_next_number, len(_names()))
+    return int(max(exchange(own, group, op=op, within=settings().timeout)))
 
 
 def new_group(ranks: list[int], group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:

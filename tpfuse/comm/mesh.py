@@ -174,6 +174,16 @@ def groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
+def all_groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Return the default group if the mesh has all ranks, else `groups_of`.
+
+    The default group's deadline is that of the user, so that one rank may read or write files for long.
+    """
+    everyone = default_group()
+    has_all = device_mesh is not None and everyone is not None and device_mesh.size() == everyone.size()
+    return [everyone] if has_all and everyone is not None else groups_of(device_mesh)
+
+
 def check_group(operator: str, group: object) -> None:
     """Raise ValueError, with the operator's name, unless `group` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from tpfuse.comm import host
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.member_groups import free_number, new_group
-from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 
 
@@ -59,7 +59,7 @@ def why_not_split(group: dist.ProcessGroup) -> str:
 
 
 def _make_split(group: dist.ProcessGroup) -> Nodes | str:
-    identities = exchange(group, host.node_identity(), "split by node", settings().timeout)
+    identities = exchange(host.node_identity(), group, op="split by node", within=settings().timeout)
     nodes = ranks_by_node(dict(zip(dist.get_process_group_ranks(group), identities, strict=True)))
     reason = _why_not(nodes)
     if reason:

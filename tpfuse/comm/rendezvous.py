@@ -1,7 +1,7 @@
-"""An exchange for ranks that share no memory yet: each writes into the store of their process group.
+"""What ranks that share no memory write into the store of their process group.
 
-A collective of the group would not serve, because it cannot name a rank that does not come. The store also says which
-process each rank is, for the flight record of a rank that has waited in vain without shared memory.
+That are values, for an exchange that names a rank that does not come, and which process each rank is, for the flight
+record of a rank that has waited in vain without shared memory.
 """
 
 import contextlib
@@ -56,12 +56,8 @@ def _process_key(rank: int) -> str:
     return f"tpfuse process: {rank}"
 
 
-def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
-    """Return every rank's value, in rank order. Collective. A value is anything that JSON can hold.
-
-    Raise PeerTimeout, which names the first rank that does not come within `timeout` seconds, and Disagreement, on
-    every rank, if a rank comes to an exchange of another name `op`.
-    """
+def stored(value: Any, group: dist.ProcessGroup, op: str, timeout: float) -> list[Any]:
+    """Return every rank's value by the group's store (`tpfuse.comm.agreement.exchange`)."""
     announce(group)
     _counts[group] = count = _counts.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)

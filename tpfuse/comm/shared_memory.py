@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpfuse.comm import trace
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.futex import Backoff, load_acquire, store_release
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
@@ -40,28 +41,25 @@ class SharedMemory(HostCoordinatedMemory):
         return self._abort
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
-        self._agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
+        self._meet(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
         size = max(1, shape.numel() * dtype.itemsize)
-        mapping, reason = None, ""
+        op, mapping = f"buffer {key}", None
         try:
-            _check_available(key, size, self.world)
-            mapping = Mapping(key, size)
-        except Unavailable as error:
-            reason = str(error)
-        try:
-            location = None if mapping is None else (self.control.pids[self.rank], mapping.descriptor)
-            locations, mappings = self.collect(reason, f"buffer {key}", location), []
+            with self._agreement(op):
+                _check_available(key, size, self.world)
+                mapping = Mapping(key, size)
             assert mapping is not None
-            try:
-                for rank, (pid, descriptor) in enumerate(locations):
-                    mappings.append(mapping if rank == self.rank else Mapping(key, size, (pid, descriptor)))
-            except Unavailable as error:
-                # That rank had reported success and was killed before this rank opened its memory: the kernel closes
-                # a process's files before it ends the process.
-                if self.control.has_ended(rank, within=1.0):
-                    raise self.control.fail(f"buffer {key}", rank, 0.0) from None
-                reason = str(error)
-            self.collect(reason, f"buffer {key}")
+            locations, mappings = exchange((self.control.pids[self.rank], mapping.descriptor), self, op=op), []
+            with self._agreement(op):
+                try:
+                    for rank, (pid, descriptor) in enumerate(locations):
+                        mappings.append(mapping if rank == self.rank else Mapping(key, size, (pid, descriptor)))
+                except Unavailable:
+                    # That rank had reported success and was killed before this rank opened its memory: the kernel
+                    # closes a process's files before it ends the process.
+                    if self.control.has_ended(rank, within=1.0):
+                        raise self.control.fail(op, rank, 0.0) from None
+                    raise
         finally:
             if mapping is not None:
                 mapping.close_descriptor()

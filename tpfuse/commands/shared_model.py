@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.checkpoint.agreement import agree_to_load, from_first
 from tpfuse.checkpoint.checkpoint import Checkpoint, Shard, Shards
-from tpfuse.comm.collectives.collective import gather_objects, set_timeout
+from tpfuse.comm.agreement import agreement, exchange
+from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.mesh import build_mesh, flat_group, rank_and_size
 from tpfuse.comm.settings import set_settings
-from tpfuse.errors import RunError, UserError, of_disk, refusing
+from tpfuse.errors import RunError, UserError, ending_run, of_disk, refusing
 from tpfuse.parallel.pipeline.runner import Runner
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.check_options import check_timeout, with_layout
@@ -32,7 +32,16 @@ from tpfuse.train.config import parse_train
 from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import Drawing, LanguageModel
-from tpfuse.train.launch import STOP_SIGNALS, RankInfo, device_of, in_group, join, launched_rank, start_ranks
+from tpfuse.train.launch import (
+    STOP_SIGNALS,
+    RankInfo,
+    device_of,
+    from_first,
+    in_group,
+    join,
+    launched_rank,
+    start_ranks,
+)
 from tpfuse.train.model_options import check_layout
 from tpfuse.train.options import CommOptions, LayoutOptions, ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import rank_count
@@ -121,7 +130,7 @@ class ModelRanks:
         if self.group is None:
             return work()
         set_timeout(self.group, _PREPARATION)
-        return from_first(self.group, work)
+        return from_first(self.group, work, "reading the model")
 
     def find(self, folder: Path) -> SavedModel:
         """Return `saved_model` if these ranks can share it, else raise UserError. For the first rank alone."""
@@ -139,10 +148,8 @@ class ModelRanks:
         groups = [flat_group(self.mesh, name) for name in ("tp", "dp", "pp")]
         if groups[-1] is not None:
             self.runner = pipeline_runner(model, options, groups[-1], self.device)
-        if self.group is None:
-            saved.load(_shards(model), verified=True)
-        else:
-            agree_to_load(self.group, lambda: saved.load(_shards(model), verified=self.first))
+        with agreement(f"loading {saved.folder}", self.group, alike=RunError), ending_run():
+            saved.load(_shards(model), verified=self.first)
         for group in (self.group, *groups, *model.context.groups):
             if group is not None:
                 set_timeout(group)
@@ -162,7 +169,7 @@ class ModelRanks:
         """Return the values of all ranks. Raise the errors of operations that have failed on this rank."""
         for memory in connected():
             memory.check()
-        return [value] if self.group is None else gather_objects(value, self.group, op="gathering results")
+        return exchange(value, self.group, op="gathering results")
 
 
 def _shards(model: LanguageModel) -> Shards:

@@ -1,16 +1,18 @@
 """The check of `parallelize(check=True)`: a small step, forward and backward, before and after the conversion."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpfuse.comm import collectives
-from tpfuse.comm.collectives import anywhere
+from tpfuse.comm.collectives import on_any_rank
 from tpfuse.comm.layout import gather_whole, has_values, local_tensor
 from tpfuse.comm.mesh import groups_of
 from tpfuse.drop_in.huggingface import outermost, takes_labels
@@ -87,31 +89,32 @@ def compare(before: SmallStep | None, after: SmallStep | None, mesh: DeviceMesh)
     if after is None:
         raise ValueError("check: the model is on the meta device: expected weights, or check=False")
     tolerance = _TOLERANCE.get(after.logits.dtype, 0.1)
-    logits = after.logits.double()
-    if anywhere(not bool(logits.isfinite().all() and after.loss.isfinite()), mesh):
+    logits, groups = after.logits.double(), groups_of(mesh)
+    device = logits.device
+    if on_any_rank(not bool(logits.isfinite().all() and after.loss.isfinite()), device, *groups):
         raise ValueError("check: the parallelized model's logits are not finite")
     largest, smallest = logits, -logits
-    for group in groups_of(mesh):
+    for group in groups:
         largest, smallest = (collectives.all_reduce_max(x, group) for x in (largest, smallest))
-    if anywhere(float((largest + smallest).max()) > tolerance * float(logits.abs().max()), mesh):
+    if on_any_rank(float((largest + smallest).max()) > tolerance * float(logits.abs().max()), device, *groups):
         raise ValueError("check: the ranks' logits differ from each other")
     if before is None:
         bad = [name for name, x in after.gradients.items() if x is not None and not local_tensor(x).isfinite().all()]
-        if anywhere(bool(bad), mesh):
+        if on_any_rank(bool(bad), device, *groups):
             raise ValueError(f"check: the gradient of {bad[0] if bad else 'a parameter'} is not finite")
         return
-    _compare_values("logits", before.logits, after.logits, tolerance, _size(before.logits), mesh)
-    _compare_values("loss", before.loss, after.loss, tolerance, _size(before.loss), mesh)
+    _compare_values("logits", before.logits, after.logits, tolerance, _size(before.logits), groups)
+    _compare_values("loss", before.loss, after.loss, tolerance, _size(before.loss), groups)
     most = max((_size(x) for x in before.gradients.values() if x is not None), default=0.0)
     for name, expected in before.gradients.items():
         actual = after.gradients[name]
         if actual is None or expected is None:
-            if anywhere(actual is not expected, mesh):
+            if on_any_rank(actual is not expected, device, *groups):
                 raise ValueError(f"check: {name} has a gradient in one of the whole and the parallelized model alone")
             continue
         found = gather_whole(actual) if isinstance(actual, DTensor) else actual
         scale = max(_size(expected), 1e-2 * most)
-        _compare_values(f"gradient of {name}", expected, found, min(10 * tolerance, 0.25), scale, mesh)
+        _compare_values(f"gradient of {name}", expected, found, min(10 * tolerance, 0.25), scale, groups)
 
 
 def _size(x: Tensor) -> float:
@@ -119,10 +122,10 @@ def _size(x: Tensor) -> float:
 
 
 def _compare_values(
-    name: str, expected: Tensor, actual: Tensor, tolerance: float, scale: float, mesh: DeviceMesh
+    name: str, expected: Tensor, actual: Tensor, tolerance: float, scale: float, groups: Sequence[dist.ProcessGroup]
 ) -> None:
     worst = _size(actual.reshape(expected.shape).double() - expected.double()) / max(scale, 1e-30)
-    if anywhere(not worst <= tolerance, mesh):
+    if on_any_rank(not worst <= tolerance, actual.device, *groups):
         raise ValueError(
             f"check: the parallelized model differs from the whole one in the {name}, by {worst:.1e} of the largest:"
             f" expected at most {tolerance:.0e}"

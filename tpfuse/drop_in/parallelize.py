@@ -12,18 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.comm.collectives.collective import broadcast_, gather_objects
+from tpfuse.comm.agreement import agreement, exchange
+from tpfuse.comm.collectives.collective import broadcast_
 from tpfuse.comm.collectives.one_model import share_generators
 from tpfuse.comm.dispatch import meet
 from tpfuse.comm.layout import has_values, is_sharded
-from tpfuse.comm.mesh import check_order, context_mesh, groups_of
+from tpfuse.comm.mesh import all_groups_of, check_order, context_mesh, groups_of
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
 from tpfuse.drop_in.conversion import Original, recorded, restore_module
 from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.styles import check_unconverted
-from tpfuse.drop_in.weights import agreement, find_weights, offer_save_pretrained, read_weights, take_weights
+from tpfuse.drop_in.weights import find_weights, offer_save_pretrained, read_weights, take_weights
 from tpfuse.parallel.context import ContextParallel, ContextSchedule
 
 Plan = str | Mapping[str, ParallelStyle]
@@ -195,11 +196,12 @@ def _read(model: nn.Module, outlined: nn.Module, weights: Path, mesh: DeviceMesh
 
     The first rank warns of other tensors in the files. Raise ValueError on all ranks if one cannot read them.
     """
-    with agreement(f"reading weights={str(weights)!r}", mesh):
+    op, groups = f"reading weights={str(weights)!r}", all_groups_of(mesh)
+    with agreement(op, *groups):
         found, left_out = find_weights(model, weights)
     if left_out and not any(mesh._get_root_mesh().get_coordinate() or ()):
         warnings.warn(left_out, stacklevel=3)
-    with agreement(f"reading weights={str(weights)!r}", mesh):
+    with agreement(op, *groups):
         return read_weights(outlined, found, mesh.device_type)
 
 
@@ -213,10 +215,8 @@ def _share_values(model: nn.Module, outlined: nn.Module, mesh: DeviceMesh, tenso
     context, along_tp = groups_of(context_mesh(mesh)), groups_of(tensor_mesh)
     converted = {name for name, x in outlined.named_parameters() if isinstance(x, DTensor)}
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    empty = {sum(not has_values(x) for x in tensors.values())}
-    for group in (*context, *along_tp):
-        empty = set().union(*gather_objects(empty, group, op="parallelize"))
-    if len(empty) > 1:
+    empty = sum(not has_values(x) for x in tensors.values())
+    if len(set(exchange(empty, *context, *along_tp, op="parallelize"))) > 1:
         raise ValueError(
             "the model has values on some ranks of the mesh and is on the meta device on others: expected values on all"
             " ranks, or on none of them and weights=folder"

@@ -32,13 +32,13 @@ from transformers import Trainer, TrainingArguments
 
 from tpfuse.checkpoint.checkpoint import Checkpoint, CheckpointError, Shard, save
 from tpfuse.comm import collectives
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.collectives.one_model import compare_inputs, share_generators
 from tpfuse.comm.mesh import default_group, groups_of, rank_and_size, shown
 from tpfuse.drop_in.huggingface import check_release, outermost, takes_labels
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.drop_in.structure import decoder_layers
-from tpfuse.drop_in.weights import agreement, is_persistent, offer_save_pretrained
+from tpfuse.drop_in.weights import is_persistent, offer_save_pretrained
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.optimizer import ZeroOptimizer
 
@@ -103,7 +103,7 @@ class ParallelTrainer(Trainer):
     @contextmanager
     def _agreed(self, what: str) -> Iterator[None]:
         """Run the block on all ranks; an error on one of them is raised on all, ValueError for a damaged checkpoint."""
-        with agreement(what, self.mesh):
+        with agreement(what, default_group()):
             try:
                 yield
             except CheckpointError as error:
@@ -303,10 +303,8 @@ class ParallelTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Return what Trainer's returns of the samples of all data-parallel ranks, with the first rank's metrics."""
         self.gather_function = self._gather_rows
-        output, group = super().evaluation_loop(*args, **kwargs), default_group()
-        if group is None:
-            return output
-        return output._replace(metrics=gather_objects(output.metrics, group, op="metrics")[0])
+        output = super().evaluation_loop(*args, **kwargs)
+        return output._replace(metrics=exchange(output.metrics, default_group(), op="metrics")[0])
 
     def _gather_rows(self, data: Any) -> Any:
         """Return the rows of the tensors on all data-parallel ranks, without those of repeated samples."""

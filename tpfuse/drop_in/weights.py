@@ -7,7 +7,6 @@
 No rank ever holds more than its shards and one whole parameter while it loads.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import agreement
 from tpfuse.comm.dispatch import meet
-from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import Slices, gather_whole, has_values, local_slices, local_tensor
-from tpfuse.comm.mesh import default_group, groups_of
+from tpfuse.comm.mesh import all_groups_of, groups_of
 from tpfuse.comm.stored_tensors import (
     UNQUANTIZED,
     StoredTensor,
@@ -82,30 +80,6 @@ class _EmptyOnMeta(TorchFunctionMode):
         if function is torch.empty and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
         return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def agreement(what: str, mesh: DeviceMesh | None) -> Iterator[None]:
-    """Run the block on all ranks of a mesh. If it fails on one rank, raise on all: an error elsewhere is a ValueError.
-
-    The end of the block is a collective of the mesh. Its deadline is that of torch's groups, 10 or 30 minutes unless
-    they were made with another one, since a rank that reads or writes files may take long.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except PeerTimeout:  # the others learn of it by a time-out of theirs
-        raise
-    except Exception as own:
-        error = own
-    text = "" if error is None else f"{type(error).__name__}: {error}"
-    everyone = default_group()
-    for group in [everyone] if mesh and everyone and mesh.size() == everyone.size() else groups_of(mesh):
-        text = max(gather_objects(text, group, op=what), key=bool)
-    if error is not None:
-        raise error
-    if text:
-        raise ValueError(f"{what} failed on another rank: {text}")
 
 
 def find_weights(model: nn.Module, folder_or_file: Path) -> tuple[dict[str, list[StoredTensor]], str]:
@@ -272,7 +246,7 @@ def save_pretrained(model: nn.Module, mesh: DeviceMesh, folder: str | Path, **op
             gathered = gather_whole(value) if isinstance(value, Tensor) else value
             whole[id(value)] = value, _compact(gathered) if writes else None
         tensors[name] = whole[id(value)][1]
-    with agreement(f"save_pretrained({str(folder)!r})", mesh):
+    with agreement(f"save_pretrained({str(folder)!r})", *all_groups_of(mesh)):
         if writes:
             # transformers asks the model which rank writes, and would answer rank 0 of all ranks.
             model.__dict__["should_save_on_this_rank"] = bool

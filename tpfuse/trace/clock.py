@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.host import node_identity
 
 _ROUNDS = 20  # messages to a host; the one that travels fastest counts
@@ -22,12 +22,12 @@ def clock_offset(
     """
     if group is None:
         return 0, 0
-    hosts = gather_objects(node_identity(), group, op="measurement of clocks")
+    hosts = exchange(node_identity(), group, op="measurement of clocks")
     offsets = {hosts[0]: (0, 0)}
     for rank, host in enumerate(hosts):
         if host not in offsets:
             offsets[host] = _between_hosts(group, rank, device, now)
-    measured: dict[str, tuple[int, int]] = gather_objects(offsets, group, op="measurement of clocks")[0]
+    measured: dict[str, tuple[int, int]] = exchange(offsets, group, op="measurement of clocks")[0]
     return measured[hosts[group.rank()]]
 
 

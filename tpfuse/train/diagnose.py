@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.layout import local_tensor
 from tpfuse.zero.engine import Engine
 
@@ -54,10 +54,8 @@ def find_nonfinite(
     modules = {name: index for index, (name, _) in enumerate(whole.named_modules())}
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     names = [broken, _first_output(model, forward), engine.nonfinite()]
-    if group is not None:
-        of_ranks = gather_objects(names, group, op="search for what is not finite")
-        names = [[name for rank in of_ranks for name in rank[kind]] for kind in range(3)]
-    parameters, outputs, gradients = names
+    of_ranks = exchange(names, group, op="search for what is not finite")
+    parameters, outputs, gradients = ([name for rank in of_ranks for name in rank[kind]] for kind in range(3))
     if parameters:
         return f"the parameter {min(parameters, key=order.__getitem__)} is not finite"
     if outputs:

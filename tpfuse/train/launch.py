@@ -19,20 +19,23 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from time import monotonic, sleep
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from tpfuse.comm.collectives.collective import is_lost_peer
+from tpfuse.comm.agreement import agreement
+from tpfuse.comm.collectives.collective import share_object
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.errors import PeerLost, RunError, UserError, of_disk
+from tpfuse.comm.handle import is_lost_peer
+from tpfuse.errors import PeerLost, RunError, UserError, ending_run, of_disk
 from tpfuse.train.child import begin
 from tpfuse.train.hardware import is_out_of_memory
 from tpfuse.train.launchers import launched
 
+_T = TypeVar("_T")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 10.0  # seconds that the other ranks get to end after one has failed
 _POLL = 0.1  # seconds between two checks of the ranks
@@ -105,6 +108,20 @@ def join(info: RankInfo, device: torch.device, timeout: float) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise PeerLost(f"rank {info.rank} could not join the other ranks within {timeout:g} s: {reason}") from error
+
+
+def from_first(group: dist.ProcessGroup, work: Callable[[], _T], op: str) -> _T:
+    """Return the result of `work`, which the first rank alone calls, on all ranks.
+
+    op: the name of the work in errors. Raise RunError on all ranks if `ending_run` does on the first one, RankFailed on
+    the others for any other error, and PeerTimeout if a rank is lost.
+    """
+    found: Any = None
+    with agreement(op, group, alike=RunError), ending_run():
+        if group.rank() == 0:
+            found = work()
+    result: _T = share_object(found, group)
+    return result
 
 
 @contextlib.contextmanager

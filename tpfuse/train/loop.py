@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse._version import __version__
 from tpfuse.checkpoint import checkpoint
-from tpfuse.checkpoint.agreement import agree, agree_to_load
+from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.autotune import autotune
-from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
 from tpfuse.comm.limits import core_time, set_threads
 from tpfuse.comm.mesh import build_mesh, tensor_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
-from tpfuse.errors import CheckpointError, RunError, UserError
+from tpfuse.errors import CheckpointError, RunError, UserError, ending_run
 from tpfuse.parallel.pipeline.timeline import Timeline
 from tpfuse.switches import use
 from tpfuse.train.batches import Windows
@@ -135,7 +134,8 @@ class TrainingLoop:
             self._resume(run.checkpoint)
         elif run.weights is not None:
             weights, shards = run.weights, self.trainer.shards()
-            agree_to_load(world, lambda: load_weights(weights, run.config, shards))
+            with agreement(f"loading {weights}", world, alike=RunError), ending_run():
+                load_weights(weights, run.config, shards)
             self.trainer.optimizer.publish()
         trained = range(self.trainer.step + 1, train.steps + 1)
         self.profile = StepProfile(
@@ -150,23 +150,18 @@ class TrainingLoop:
 
     def _resume(self, folder: Path) -> None:
         """Load the checkpoint; every rank reads its shards. Raise RunError on all ranks if one cannot."""
-        opened: list[checkpoint.Checkpoint] = []
-
-        def load() -> None:
+        with agreement(f"loading {folder}", self.trainer.world_group, alike=RunError), ending_run():
             saved = checkpoint.Checkpoint(folder)
             saved_state(saved)
-            opened.append(saved)
             if not self.trainer.load(saved) and self.first:
                 warn(f"{folder} has no remainders of PowerSGD for this layout: they start at zero")
-
-        agree_to_load(dist.group.WORLD if self.info.world > 1 else None, load)
-        state = opened[0].state
+        state = saved.state
         self.trainer.restore(state)
         self.windows.ahead = self.trainer.ahead // self.run.config.n_positions
         match state.get("decisions"):
             case {"machine": str(name), "cases": cases} if name == machine(self.device.type):
                 self.decisions = from_json(cases)
-        self._compare(opened[0])
+        self._compare(saved)
 
     def _compare(self, saved: checkpoint.Checkpoint) -> None:
         """Compare what was loaded with what was saved. Raise RunError on all ranks if anything differs."""
@@ -179,9 +174,9 @@ class TrainingLoop:
             loss = trainer.evaluate(self.windows, 1, trainer.step)
             layers = self.run.config.n_layer
             differs = check_loss(state["proof"], self._proof(loss), self.options, state["config"], layers)
-        differs = next((found for found in agree(trainer.world_group, lambda: differs) if found), "")
-        if differs:
-            raise RunError(f"{saved.folder} was not loaded as it was saved: {differs}", CheckpointError.status)
+        with agreement(f"loading {saved.folder}", trainer.world_group, alike=RunError):
+            if differs:
+                raise RunError(f"{saved.folder} was not loaded as it was saved: {differs}", CheckpointError.status)
 
     def _proof(self, loss: float) -> dict[str, Any]:
         """Return what a resumed run compares before it continues. loss: the loss of the next batch.
@@ -298,7 +293,7 @@ class TrainingLoop:
         with autotune(seconds, known=self.decisions) as tuning:
             result = self.trainer.train_step(self.windows, self.stop)
         assert dist.group.WORLD is not None
-        for cases in gather_objects(as_json(tuning.decisions), dist.group.WORLD, op="gathering decisions"):
+        for cases in exchange(as_json(tuning.decisions), dist.group.WORLD, op="gathering decisions"):
             self.decisions |= from_json(cases)
         if self.first and self.decisions:
             counts = Counter(decision.taken for decision in self.decisions.values())
@@ -334,8 +329,10 @@ class TrainingLoop:
     def _save(self) -> None:
         """Save a checkpoint. After a failure, the next attempt is 1, 2, 4, … steps later."""
         trainer = self.trainer
-        if not all(agree(trainer.world_group, (self.run.folder / "config.toml").is_file)):
-            raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
+        with agreement("saving a checkpoint", trainer.world_group, alike=RunError), ending_run():
+            if not (self.run.folder / "config.toml").is_file():
+                gone = f"the run's folder {self.run.folder} has been removed"
+                raise RunError(f"step {trainer.step} was not saved: {gone}")
         loss = trainer.evaluate(self.windows, 1, trainer.step)  # a ruined model must not replace a good one
         if not isfinite(loss):
             raise RunError(

@@ -7,10 +7,10 @@ and gradients do only by rounding.
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import exchange
+from tpfuse.comm.mesh import default_group
 from tpfuse.errors import UserError
 from tpfuse.plan.memory import memories, uncounted
 from tpfuse.train.hardware import free_bytes
@@ -40,10 +40,7 @@ def with_micro_batch(
     """
     if options.train.micro_batch is not None:
         return options, ""
-    found = [free_bytes(device, local_world)]
-    if dist.is_initialized():
-        assert dist.group.WORLD is not None
-        found = gather_objects(found[0], dist.group.WORLD, op="agreeing on the size of micro-batches")
+    found = exchange(free_bytes(device, local_world), default_group(), op="agreeing on the size of micro-batches")
     known = [free for free in found if free is not None]
     usual = micro_batch_size(options)
     if len(known) < len(found):

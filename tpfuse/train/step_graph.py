@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.collectives.collective import is_lost_peer
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.handle import is_lost_peer
 from tpfuse.errors import RunError
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.hardware import is_out_of_memory

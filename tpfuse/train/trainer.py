@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.checkpoint.checkpoint import Checkpoint, Shard
 from tpfuse.comm import collectives
-from tpfuse.comm.collectives.collective import gather_objects, set_timeout
+from tpfuse.comm.agreement import exchange
+from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.mesh import AXES, DATA_AXES, flat_group, rank_and_size
 from tpfuse.comm.rank_order import summed_dtype
@@ -186,7 +187,7 @@ class Trainer:
         if self.runner is None or self.pipeline_group is None or not self._intervals:
             return None
         own = self.runner.began, self.runner.intervals
-        rows = gather_objects(own, self.pipeline_group, op="times of a pipeline's step")
+        rows = exchange(own, self.pipeline_group, op="times of a pipeline's step")
         first = min(began for began, _ in rows)
         shifted = (
             tuple(each._replace(start=each.start + began - first, end=each.end + began - first) for each in row)
@@ -396,7 +397,7 @@ class Trainer:
         powersgd: dict[str, Any] | None = None
         engine, compression, group = self.engine, self.compression, self.world_group
         if isinstance(engine, GradientBuckets) and isinstance(compression, PowerSGDCompression) and group is not None:
-            across = gather_objects(engine.across, group, op="gathering the ranks of nodes")
+            across = exchange(engine.across, group, op="gathering the ranks of nodes")
             if any(across):  # the replicas of one stage of a pipeline may share a node, and those of another not
                 powersgd = {"rank": compression.rank, "stage": engine.stage, "across": across}
                 if self.runner is not None:  # another cut or schedule gives a rank other matrices

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.layout import local_tensor
 
@@ -64,7 +65,7 @@ def _compare(found: Mapping[str, Tensor], group: dist.ProcessGroup, difference: 
     for name, x in found.items():
         frozen = " frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
         descriptions.append(f"{name} {str(x.dtype).removeprefix('torch.')} {list(local_tensor(x).shape)}{frozen}")
-    answers = collective.gather_objects((descriptions, special), group, op="comparison of parameters")
+    answers = exchange((descriptions, special), group, op="comparison of parameters")
     by_rank, ranks = [each for each, _ in answers], dist.get_process_group_ranks(group)
     for rank, (_, names) in zip(ranks, answers, strict=True):
         if names:

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.collectives.collective import gather_objects, set_timeout, start_all_to_all
+from tpfuse.comm.agreement import exchange
+from tpfuse.comm.collectives.collective import set_timeout, start_all_to_all
 from tpfuse.comm.layout import Slices
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
@@ -175,10 +176,10 @@ class Muon:
             for number in numbers[name]
             for within, inside in matrices[number].parts(slices)
         ]
-        held: list[list[_Region]] = [[(part.matrix, part.slices) for part in self._parts]]
+        own: list[_Region] = [(part.matrix, part.slices) for part in self._parts]
         if group is not None:
             set_timeout(group)
-            held = gather_objects(held[0], group, op="gathering which ranks hold Muon's matrices")
+        held: list[list[_Region]] = exchange(own, group, op="gathering which ranks hold Muon's matrices")
         self.owners = _owners(matrices, held)
         self._rounds = list(self._plan(held))
 

@@ -94,7 +94,7 @@ def hidden_matrices(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         if kind != "weight" or parameter.ndim != 2 + (_parts(module) > 1):
             raise ValueError(f"Muon cannot tell what {_described(name, parameter)} is; {_OTHERWISE}")
         found[name] = _rows_of(model, path, module, parameter)
-    if not collectives.on_any_rank(bool(found), group, model_device(model)):
+    if not collectives.on_any_rank(bool(found), model_device(model), group):
         raise ValueError(
             "Muon found no matrices of hidden layers, which it looks for in an nn.ModuleList of blocks: name the"
             ' matrices yourself, as in matrices={"0.weight": 1}'

@@ -150,7 +150,7 @@ def shard(
         tensor_rank, _ = rank_and_size(flat_group(mesh, "tp"))
         groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends, tensor_rank)
     trained = any(x.requires_grad and x.numel() for x in model.parameters())
-    if not collectives.on_any_rank(trained, groups.world, device):  # one stage of a pipeline may be frozen
+    if not collectives.on_any_rank(trained, device, groups.world):  # one stage of a pipeline may be frozen
         raise ValueError("shard: the model has no parameter that requires a gradient")
     if fully:
         if mesh is None:
@@ -221,7 +221,7 @@ def adamw(
     except ValueError as error:
         problem = str(error)
     compares = bool(problem) or isinstance(store, FileStore)
-    if compares and collectives.on_any_rank(bool(problem), engine.world_group, engine.device):
+    if compares and collectives.on_any_rank(bool(problem), engine.device, engine.world_group):
         raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
     if isinstance(engine, FullySharded) and isinstance(store, FileStore):
         engine.move_shards(store)

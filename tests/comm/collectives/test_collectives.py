@@ -9,7 +9,8 @@ import torch.distributed as dist
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
-from tpfuse.comm import collectives
+from tpfuse.comm import collectives, handle
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives import collective, direct
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.dispatch import symmetric_memory
@@ -149,18 +150,18 @@ def _late(objects: bool, deadline: float) -> str:
         dist.barrier()
         return ""
     set_settings(timeout=deadline)
-    before, collective.PATIENCE = collective.PATIENCE, deadline
+    before, handle.PATIENCE = handle.PATIENCE, deadline
     try:
         if objects:
             collective.set_timeout(group)
-            collective.gather_objects("anything", group, op="all_reduce")
+            exchange("anything", group, op="all_reduce")
         with use(implementation="collective"):
             collectives.all_reduce(torch.zeros(3), group)
     except PeerTimeout as error:
         return f"{type(error).__name__}: {error}"
     finally:
         set_settings(timeout=60.0)
-        collective.PATIENCE = before
+        handle.PATIENCE = before
         dist.barrier()
     return "no error"
 
@@ -189,8 +190,8 @@ def test_the_first_collective_names_the_missing_rank() -> None:
 
 @on_ranks(2)
 def test_an_error_of_another_kind_names_no_rank() -> None:
-    handle = collective.CollectiveHandle("all_reduce", dist.group.WORLD, None)
-    with pytest.raises(RuntimeError, match=r"^no kernel image"), handle.name_missing_rank():
+    named = handle.CollectiveHandle("all_reduce", dist.group.WORLD, None)
+    with pytest.raises(RuntimeError, match=r"^no kernel image"), named.name_missing_rank():
         raise RuntimeError("no kernel image is available")
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.support.forked_ranks import LIMIT, Rank, ranks
 from tests.support.tiers import exhaustive
 from tpfuse.choices import Implementation
-from tpfuse.comm.collectives import collective
+from tpfuse.comm import handle
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import PeerTimeout
@@ -35,7 +35,7 @@ def opened(name: Implementation, group: dist.ProcessGroup, timeout: float) -> Me
     dist.barrier(group)
     set_settings(timeout=timeout)
     set_timeout(group)
-    collective.PATIENCE = patient(0.5)
+    handle.PATIENCE = patient(0.5)
     if name != "collective":
         memory_of(group).timeout = memory_of(group).control.timeout = timeout
     return messages

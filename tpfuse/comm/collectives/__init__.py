@@ -18,23 +18,23 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives import collective
-from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives, gather_objects
+from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives
 from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
 from tpfuse.comm.errors import Disagreement, named
 from tpfuse.comm.layout import check_local
-from tpfuse.comm.mesh import check_group, groups_of
+from tpfuse.comm.mesh import check_group
 from tpfuse.kernels.endpoint import SUMMED
 
 Collectives = DirectCollectives | FusedCollectives | TorchCollectives
 _IMPLEMENTATIONS: Implementations[Collectives] = Implementations(
     TorchCollectives, direct=DirectCollectives, fused=FusedCollectives
 )
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # for `agree`
+_compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # by `compare`
 
 
 def collectives_of(x: Tensor, group: dist.ProcessGroup, *, kernels: bool = True) -> Collectives:
@@ -168,7 +168,7 @@ def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     return out, collective.start_shift(x, out, group)
 
 
-def agree(operation: str, device: torch.device, *groups: dist.ProcessGroup, by: Collectives | None = None) -> None:
+def compare(operation: str, device: torch.device, *groups: dist.ProcessGroup, by: Collectives | None = None) -> None:
     """Raise Disagreement, on every rank, if ranks are about to run different operations.
 
     A collective of different shapes or dtypes would not end or would give wrong results. On CPUs the ranks compare on
@@ -176,31 +176,26 @@ def agree(operation: str, device: torch.device, *groups: dist.ProcessGroup, by: 
     dtype, shape and options, the same on every rank; device: where it runs. groups: a group with this rank, or several
     along the axes of a mesh, in which case all ranks of the mesh compare.
     """
-    agreed = _agreed.setdefault(groups[0], set())
+    compared = _compared.setdefault(groups[0], set())
     known = operation, *(group.group_name for group in groups[1:])
-    if known in agreed:
+    if known in compared:
         return
     digests = torch.tensor([zlib.crc32(operation.encode())], device=device)
     for group in groups:
         digests = all_gather(digests, group, by=by)
     if len(set(digests.tolist())) > 1:
-        sides = [(dist.get_rank(), operation)]
-        for group in groups:
-            sides = [side for each in gather_objects(sides, group, op=operation) for side in each]
+        sides = exchange((dist.get_rank(), operation), *groups, op=operation)
         rank, other = next(side for side in sides if side[1] != operation)
         raise Disagreement(f"{named(rank)} runs {other}, {named(dist.get_rank())} runs {operation}")
     if device.type != "cpu":
-        agreed.add(known)
+        compared.add(known)
 
 
-def on_any_rank(flag: bool, group: dist.ProcessGroup | None, device: torch.device | str) -> bool:
-    """Return whether the flag is true on any rank of a group. The call is a collective of the group on `device`."""
-    return bool(all_reduce_max(torch.tensor([int(flag)], device=device), group).item())
+def on_any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup | None) -> bool:
+    """Return whether the flag is true on any rank of a group, or of a mesh with a group along each axis.
 
-
-def anywhere(flag: bool, device_mesh: DeviceMesh | None) -> bool:
-    """Return whether the flag is true on any rank of a mesh. The call is a collective of its ranks."""
-    for group in groups_of(device_mesh):
-        assert device_mesh is not None
-        flag = on_any_rank(flag, group, device_mesh.device_type)
+    The call is a collective of the groups on `device`.
+    """
+    for group in groups:
+        flag = bool(all_reduce_max(torch.tensor([int(flag)], device=device), group).item())
     return flag

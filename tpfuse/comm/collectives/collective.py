@@ -1,25 +1,21 @@
 """Collectives by torch.distributed (NCCL or Gloo), for ranks without symmetric memory, such as those of several hosts.
 
-A rank that is lost or late raises PeerTimeout on the others here too. Gloo and NCCL do not know which rank it was: so
-ranks that give up write that into the group's store, where a missing rank is silent. The group cannot be used again.
+A rank that is lost or late raises PeerTimeout on the others here too (`tpfuse.comm.handle`).
 """
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm import trace, waits
-from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.handle import CollectiveHandle
 from tpfuse.comm.rank_order import rows_of, sum_in_rank_order
-from tpfuse.comm.rendezvous import announce, write_group_record
 from tpfuse.comm.settings import settings
+
+_T = TypeVar("_T")
 
 
 class Handle(Protocol):
@@ -41,8 +37,6 @@ class Handles:
 
 
 DONE = Handles()  # the handle of a collective that has ended
-PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
-_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _Start = Callable[..., dist.Work | None]
 # torch 2.13 renamed these two functions; older releases have only the second name.
 all_gather_single: _Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,95 +46,6 @@ reduce_scatter_single: _Start = getattr(dist, "reduce_scatter_single", None) or 
 def set_timeout(group: dist.ProcessGroup, seconds: float | None = None) -> None:
     """Set the deadline of the group's operations, by default that of the settings; torch's own is 10 or 30 minutes."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=settings().timeout if seconds is None else seconds), group)
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error of torch.distributed means that a rank is lost or late; it has no class for that."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError)
-        or any(word in text for word in ("Connection", "Timed out", "timed out", "gloo"))
-    )
-
-
-class CollectiveHandle:
-    """The handle of a collective of torch.distributed. Every rank must make those of a group in one order.
-
-    then: what `wait` does at its end.
-    """
-
-    def __init__(
-        self, op: str, group: dist.ProcessGroup, work: dist.Work | None, then: Callable[[], None] = lambda: None
-    ) -> None:
-        self._op, self._group, self._work, self._then = op, group, work, then
-        announce(group)
-        self._number = _counts[group] = _counts.get(group, 0) + 1
-        self._started = time.monotonic()
-        # Gloo's wait takes a deadline. That of NCCL would block the host until the result is there; NCCL's watchdog has
-        # its own deadline.
-        self._deadline = (timedelta(seconds=settings().timeout),) if dist.get_backend(group) == "gloo" else ()
-        if trace.is_observed() and work is not None:
-            flow = self._flow()
-            trace.signal(f"begin {flow}")
-            if self._deadline:  # NCCL's future is done as soon as the collective is enqueued
-                work.get_future().add_done_callback(lambda _: trace.signal(f"end {flow}"))
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        flow = self._flow() if trace.is_observed() else ""
-        with self.name_missing_rank(), trace.span("communication", self._op, flow=flow):
-            self._work.wait(*self._deadline)
-        self._then()
-
-    def _flow(self) -> str:
-        """Return the text that is equal in all ranks' spans of this collective."""
-        return f"{dist.get_process_group_ranks(self._group)}: collective {self._number}"
-
-    @contextlib.contextmanager
-    def name_missing_rank(self) -> Iterator[None]:
-        """Turn an error of torch.distributed about a lost rank into a PeerTimeout with the rank that is missing."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_lost_peer(error):
-                raise
-            waited, silent = time.monotonic() - self._started, _silent_ranks(self._group, self._number)
-            ranks = dist.get_process_group_ranks(self._group)
-            silent = [ranks[rank] for rank in silent]
-            detail = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent"
-            peer = waits.last_that_gave_up(silent[0], 0.0) if len(silent) == 1 else None
-            waits.give_up(peer)
-            rank = ranks[self._group.rank()]
-            missing = PeerTimeout(self._op, step=-1, rank=rank, peer=peer, waited=waited, detail=detail)
-            write_group_record(self._group, missing)
-            raise missing from error
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any]:
-    """Return the values of all ranks of the group, in rank order. They should be small, and are pickled.
-
-    op: the name of the operation in the message. Raise PeerTimeout.
-    """
-    values: list[Any] = [None] * group.size()
-    with CollectiveHandle(op, group, None).name_missing_rank():
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
-    """Return the ranks that do not give up collective `number` within two seconds; none if the store fails."""
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    try:
-        store = dist.distributed_c10d._get_process_group_store(group)
-        store.set(f"tpfuse gives up {number}: {group.rank()}", "")
-        deadline = time.monotonic() + PATIENCE
-        while others and time.monotonic() < deadline:
-            time.sleep(0.02)
-            others = [rank for rank in others if not store.check([f"tpfuse gives up {number}: {rank}"])]
-    except (RuntimeError, KeyError):
-        return []
-    return others
 
 
 def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
@@ -192,10 +97,18 @@ def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 def share_(x: Tensor, group: dist.ProcessGroup) -> None:
     """Replace x, contiguous, on all ranks by that of the group's first rank. Raise PeerTimeout.
 
-    The deadline is that of torch's group, as for `gather_objects`: before training, one rank may read files for long.
+    The deadline is that of torch's group, since one rank may read files for long before training.
     """
     with CollectiveHandle("broadcast", group, None).name_missing_rank():
         dist.broadcast(x, group=group, group_src=0)
+
+
+def share_object(value: _T, group: dist.ProcessGroup) -> _T:
+    """Return the value of the group's first rank, of any size, pickled. The deadline is as for `share_`."""
+    found = [value]
+    with CollectiveHandle("broadcast", group, None).name_missing_rank():
+        dist.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]
 
 
 def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Handles:

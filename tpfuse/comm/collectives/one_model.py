@@ -13,14 +13,16 @@ Nor is it in a backward pass, where a checkpoint computes a call again.
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives import all_gather
-from tpfuse.comm.collectives.collective import gather_objects, share_
+from tpfuse.comm.collectives.collective import share_
 from tpfuse.comm.errors import Disagreement, named
 from tpfuse.comm.layout import has_values, is_sharded, local_tensor, model_device
 
@@ -106,11 +108,9 @@ def compare_inputs(
         digests = all_gather(torch.tensor([digest], device=device), group).tolist()
         digest = digests[0] if len(set(digests)) == 1 else _DIFFERENT
     if digest == _DIFFERENT:
-        of_ranks = {dist.get_rank(): _inputs(given, sampled=True)}
-        for group in groups:
-            for each in gather_objects(of_ranks, group, op=f"comparison of the inputs of {called}"):
-                of_ranks = of_ranks | each
-        _refuse(called, dict(sorted(of_ranks.items())))
+        mine = dist.get_rank(), _inputs(given, sampled=True)
+        of_ranks = exchange(mine, *groups, op=f"comparison of the inputs of {called}")
+        _refuse(called, dict(sorted(of_ranks, key=itemgetter(0))))
 
 
 def _inputs(given: Mapping[str, Any], *, sampled: bool = False) -> dict[str, _Input]:

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.collectives.collective import gather_objects
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.dispatch import Choice, choose_implementation
 from tpfuse.comm.messages.base import Message as Message
 from tpfuse.comm.messages.base import Messages as Messages
@@ -46,7 +46,7 @@ def open_messages(
     """
     check_routes(routes, group.size(), nbytes)
     mine = [*routes], nbytes
-    for rank, other in enumerate(gather_objects(mine, group, op="opening of messages")):
+    for rank, other in enumerate(exchange(mine, group, op="opening of messages")):
         if other != mine:
             raise ValueError(
                 f"messages: rank {group.rank()} opens {mine}, rank {rank} opens {other}: expected the same"

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm import trace, waits
-from tpfuse.comm.collectives import collective
-from tpfuse.comm.collectives.collective import is_lost_peer
+from tpfuse.comm import handle, trace, waits
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.member_groups import free_number, new_group
 from tpfuse.comm.messages.base import Message, Messages, Route
@@ -48,11 +46,11 @@ class _Transfer:
             with trace.span("communication", self._op, peer=ranks[self._peer], flow=self._flow):
                 self._work.wait(*self._deadline)
         except RuntimeError as error:
-            if not is_lost_peer(error):
+            if not handle.is_lost_peer(error):
                 raise
             rank, waited = ranks[self._group.rank()], time.monotonic() - started
             waits.give_up(ranks[self._peer])
-            peer = waits.last_that_gave_up(ranks[self._peer], collective.PATIENCE)
+            peer = waits.last_that_gave_up(ranks[self._peer], handle.PATIENCE)
             missing = PeerTimeout(self._op, step=-1, rank=rank, peer=peer, waited=waited)
             write_group_record(self._group, missing)
             raise missing from error

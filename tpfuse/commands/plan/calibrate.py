@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.host import replace_file
 from tpfuse.comm.messages import Route, open_messages
 from tpfuse.errors import RunError, UserError
@@ -97,7 +97,7 @@ class CallClock:
             times.append((time.perf_counter() - started) / _IN_A_ROW)
         found = sorted(times)[len(times) // 5]
         self._barrier()
-        return found if self._group is None else max(gather_objects(found, self._group, op="times of calibration"))
+        return float(max(exchange(found, self._group, op="times of calibration")))
 
     def _barrier(self) -> None:
         if self._group is not None:

@@ -22,15 +22,15 @@ class CollectiveLinear:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._by = group, TorchCollectives(group)
 
-    def _agree(self, op: str, x: Tensor, width: int) -> None:
+    def _compare(self, op: str, x: Tensor, width: int) -> None:
         """Compare with the other ranks what is communicated: tensors of x's rows and dtype, and this width."""
-        collectives.agree(f"{op} {x.dtype} {[*x.shape[:-1], width]}", x.device, self._group, by=self._by)
+        collectives.compare(f"{op} {x.dtype} {[*x.shape[:-1], width]}", x.device, self._group, by=self._by)
 
     @operator("all_gather_linear", "collective")
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        self._agree("all_gather_linear", x, x.shape[-1])
+        self._compare("all_gather_linear", x, x.shape[-1])
         gathered = collectives.all_gather(x, self._group, by=self._by)
         pairs = zip(weights, biases, strict=True)
         return [product(gathered, weight, bias, activation, keep) for weight, bias in pairs]
@@ -59,7 +59,7 @@ class CollectiveLinear:
 
     @operator("linear_reduce_scatter", "collective")
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        self._agree("linear_reduce_scatter", x, len(weight))
+        self._compare("linear_reduce_scatter", x, len(weight))
         partial, _ = product(x, weight, None, None, keep=False)
         return plus(collectives.reduce_scatter(partial, self._group, by=self._by), bias, residual)
 
@@ -75,7 +75,7 @@ class CollectiveLinear:
 
     @operator("linear_all_reduce", "collective")
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        self._agree("linear_all_reduce", x, len(weight))
+        self._compare("linear_all_reduce", x, len(weight))
         partial, _ = product(x, weight, None, None, keep=False)
         return plus(collectives.all_reduce(partial, self._group, by=self._by), bias, residual)
 

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Unavailable
-from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import activated, flat, weight_gradient
@@ -61,7 +61,7 @@ def obstacles(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
         except Unavailable as error:
             shared = f"the ranks share no memory: {error}"
         own = {name: shared or _obstacle(name, group.size(), device, dtype) for name in CANDIDATES}
-        every = exchange(group, own, "torch's operators", settings().timeout)
+        every = exchange(own, group, op="torch's operators", within=settings().timeout)
         of_group[key] = {name: next((each[name] for each in every if each[name]), "") for name in CANDIDATES}
     return of_group[key]
 

@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, *, with_lse: bool) 
     if exchange is None:
         out, lse = plan.ring.forward(q, k, v, call)
         return out, lse, (q, k, v, out, lse)
-    exchange.agree(call.described("ring_attention", q, k), k.device)
+    exchange.compare(call.described("ring_attention", q, k), k.device)
     k, v = exchange.repeated(k), exchange.repeated(v)
     op = call.described("for ring_attention", q, k)
     q, k, v = exchange.to_heads(op, q, k, v)

@@ -29,7 +29,7 @@ class CollectiveRing:
 
     @operator("ring_attention", "collective")
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        collectives.agree(call.described("ring_attention", q, k), k.device, self._group, by=self._by)
+        collectives.compare(call.described("ring_attention", q, k), k.device, self._group, by=self._by)
         block = block_forward(q, call)
         for source, keys, values in self._blocks(k, v, call):
             block.add(source, keys, values)

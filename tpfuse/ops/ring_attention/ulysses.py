@@ -59,9 +59,9 @@ class HeadExchange:
     # The group, and the groups with whose ranks its ranks attend afterwards.
     together: tuple[dist.ProcessGroup, ...]
 
-    def agree(self, call: str, device: torch.device) -> None:
+    def compare(self, call: str, device: torch.device) -> None:
         """Raise Disagreement, on every rank, unless all ranks have the same description of the call."""
-        collectives.agree(call, device, *self.together)
+        collectives.compare(call, device, *self.together)
 
     def own(self, heads: int) -> slice:
         """Return which of `heads` heads this rank gets."""

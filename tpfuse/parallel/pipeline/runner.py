@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.checkpoint import GraphExecGroup
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.channel import slot_size
-from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.collectives.one_model import compare_inputs
 from tpfuse.comm.dispatch import Choice, choose_implementation
 from tpfuse.comm.layout import local_tensor
@@ -400,7 +400,7 @@ class Runner:
         """Learn the shape and dtype of the messages from the first output of the first stage, `y` on its rank."""
         assert self.group is not None
         found = None if y is None else (tuple(y.shape), y.dtype)
-        answers = gather_objects(found, self.group, op="shape of the pipeline's messages")
+        answers = exchange(found, self.group, op="shape of the pipeline's messages")
         shape, dtype = answers[self.order.rank_of[0]]
         self._shapes[self._key] = torch.Size(shape), dtype
         self._choose_messages()

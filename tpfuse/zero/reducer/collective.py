@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.collective import DONE, Handle
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 from tpfuse.kernels.launch import Reservation
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
@@ -151,7 +151,8 @@ class CollectiveReducer(GradientReducer):
             return
         order = [*self._order, *unsent]
         sent = [self._send_nan(index) for index in unsent]
-        longest: list[int] = max(exchange(self._group, order, "abandon a step", settings().timeout), key=len)
+        orders = exchange(order, self._group, op="abandon a step", within=settings().timeout)
+        longest: list[int] = max(orders, key=len)
         if longest[: len(order)] != order:
             raise Disagreement("abandon(): ranks have reduced buckets in different orders: continue from a checkpoint")
         sent += [self._send_nan(index) for index in longest[len(order) :]]

@@ -1,0 +1,96 @@
+"""Ranks exchange values over all that can carry them, and agree on the outcome of local work."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tpfuse.comm.agreement import agreement, exchange
+from tpfuse.comm.dispatch import symmetric_memory
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.testing.ranks import on_ranks, pool
+
+
+@on_ranks(3)
+def test_every_rank_gets_the_values_of_all_in_their_order() -> None:
+    group = dist.group.WORLD
+    memory = symmetric_memory(group, "cpu")
+    rank, every = dist.get_rank(), [[0, "x"], [1, "x"], [2, "x"]]
+    assert exchange([rank, "x"], group, op="test") == every
+    assert exchange([rank, "x"], group, op="test", within=60.0) == every
+    assert exchange([rank, "x"], memory, op="test") == every  # type: ignore[arg-type]
+    assert exchange([rank, "x"], None, op="test") == exchange([rank, "x"], op="test") == [[rank, "x"]]
+
+
+@on_ranks(4)
+def test_the_groups_of_a_mesh_carry_the_values_of_all_its_ranks() -> None:
+    mesh = build_mesh("cpu", dp=2, tp=2)
+    groups = mesh["tp"].get_group(), mesh["dp"].get_group()
+    assert exchange(dist.get_rank(), *groups, op="test") == [0, 1, 2, 3]
+    assert exchange(dist.get_rank(), *groups, op="test", within=60.0) == [0, 1, 2, 3]
+
+
+@on_ranks(2)
+def test_ranks_in_different_exchanges_learn_both_names() -> None:
+    with pytest.raises(Disagreement, match=r"^rank [01].* runs [ab], rank [01].* runs [ab]$"):
+        exchange(0, dist.group.WORLD, op="ab"[dist.get_rank()], within=60.0)
+
+
+def _outcomes(over: str, errors: dict[int, Exception]) -> tuple[str, bool]:
+    """Return the error of this rank of work in which these ranks raise, and whether it is the rank's own."""
+    group = dist.group.WORLD
+    ranks: Any = symmetric_memory(group, "cpu") if over == "memory" else group
+    with agreement("work", ranks, alike=Unavailable):
+        pass
+    own = errors.get(dist.get_rank())
+    try:
+        with agreement("work", ranks, alike=Unavailable):
+            if own is not None:
+                raise own
+    except Exception as error:
+        assert exchange(1, ranks, op="after") == [1, 1, 1]
+        return f"{type(error).__name__}: {error}", error is own
+    return "no error", False
+
+
+@pytest.mark.parametrize("over", ["group", "memory"])
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ({1: KeyError("k")}, ["RankFailed: work failed on rank 1: KeyError: 'k'", "KeyError: 'k'"]),
+        (
+            {0: KeyError("k"), 1: OSError("d")},
+            ["KeyError: 'k'", "OSError: d", "RankFailed: work failed on rank 0: Key"],
+        ),
+        ({1: Unavailable("1 is full"), 2: Unavailable("2 is full")}, ["Unavailable: 1 is full"] * 3),
+        (
+            {0: Unavailable("0 is full"), 1: OSError("d")},
+            ["RankFailed: work failed on rank 1: OSError: d", "OSError: d"],
+        ),
+    ],
+    ids=["one fails", "each keeps its own", "the first of those alike", "another one before those alike"],
+)
+def test_ranks_agree_on_the_outcome_of_work(over: str, errors: dict[int, Exception], expected: list[str]) -> None:
+    found = pool(3).run(_outcomes, over, errors)
+    for rank, (text, is_own) in enumerate(found):
+        assert text.startswith(expected[rank] if rank < len(expected) else expected[0])
+        assert is_own == (rank in errors and not isinstance(errors[rank], Unavailable)) or "Unavailable" in text
+
+
+@on_ranks(2)
+def test_a_rank_that_has_waited_in_vain_says_so_at_once() -> None:
+    """It exchanges nothing, since the others do not come."""
+    error = PeerTimeout("test", step=-1, rank=0, peer=1, waited=1.0)
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerTimeout) as caught, agreement("work", dist.group.WORLD):
+            raise error
+        assert caught.value is error
+    assert exchange(dist.get_rank(), dist.group.WORLD, op="after") == [0, 1]
+
+
+def test_one_rank_raises_its_own_error() -> None:
+    with pytest.raises(KeyError), agreement("work", None):
+        raise KeyError("k")
+    with pytest.raises(Unavailable), agreement("work", alike=Unavailable):
+        raise Unavailable("full")
