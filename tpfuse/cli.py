@@ -76,7 +76,7 @@ def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
     from tpfuse.comm.collectives.collective import set_timeout
     from tpfuse.comm.errors import PeerTimeout, RankFailed
     from tpfuse.train.check_options import check_options, with_layout
-    from tpfuse.train.launch import device_of, from_first, join
+    from tpfuse.train.launch import by_first, device_of, join
     from tpfuse.train.loop import train_rank
     from tpfuse.train.setup import prepare_run
 
@@ -89,7 +89,7 @@ def _train_as_rank(info: "RankInfo", options: "TrainCommand") -> int:
     assert world is not None
     set_timeout(world, _PREPARATION)
     try:
-        run = from_first(world, lambda: prepare_run(options, info.local_world), "preparing the run")
+        run = by_first(world, lambda: prepare_run(options, info.local_world), "preparing the run")
     except RunError:
         dist.destroy_process_group()
         raise

@@ -353,7 +353,7 @@ def test_ranks_stop_and_fail_together(tmp_path: Path) -> None:
     (step, first), (other, second) = pool(2).run(_together, tmp_path)
     assert step == other == 2
     assert first.pop(0) == second.pop(0)  # the random states
-    assert "rank 1: OSError: [Errno 28] No space left on device" in first[0] and first[0] in second[0]
+    assert "rank 1: [Errno 28] No space left on device" in first[0] and first[0] in second[0]
     assert first[1] == "[Errno 28] No space left on device"
     assert "failed on rank 0" in second[1] and second[1].endswith(": OSError: [Errno 28] No space left on device")
     saved = Checkpoint(tmp_path / "checkpoint-1" / "optimizer" / "step-1")

@@ -13,11 +13,11 @@ A tensor is stored as rectangles [start, stop) of its global shape, as the ranks
 rank. A loading rank reads the intersections of these with its own rectangles, so any layout loads into any other.
 """
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,21 +279,6 @@ class _Saving:
         sync_folder(self.run)  # makes the renames durable before anything in those folders is deleted
 
 
-class _DiskFailed(Exception):
-    """The disk of one rank failed. The message names the rank and the error."""
-
-
-@contextlib.contextmanager
-def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Run the block on every rank. If the disk of one fails (OSError), all raise _DiskFailed."""
-    with agreement(_SAVING, group, alike=_DiskFailed):
-        try:
-            yield
-        except OSError as error:
-            rank = 0 if group is None else group.rank()
-            raise _DiskFailed(f"rank {rank}: {type(error).__name__}: {error}") from error
-
-
 def _is_done(work: Future[None]) -> bool:
     """Wait half a second for `work` and return whether it is done. Raise what it has raised."""
     return work in wait([work], 0.5).done and work.result() is None
@@ -322,18 +307,19 @@ def save(
     """
     rank = 0 if group is None else group.rank()
     saving = _Saving(Path(run), step, shards, rank)
+    together = partial(agreement, _SAVING, group, alike=OSError, by_rank=True)
     try:
-        with _together(group):
+        with together():
             own = describe(shards), rank == 0 and saving.begin()
         begun = exchange(own, group, op=_SAVING)
         if not begun[0][1]:
             tensors = tensor_table([description for description, _ in begun])
-            with _together(group):
+            with together():
                 file = saving.write()
             written = exchange(file, group, op=_SAVING)
             files = {entry[0]: {"size": entry[1], "sha256": entry[2]} for entry in written if entry}
             manifest = {"format": FORMAT, "step": step, "files": files, "tensors": tensors, "state": state}
-            with _together(group):
+            with together():
                 if rank == 0:
                     saving.commit(manifest)
             with ThreadPoolExecutor(1) as worker:
@@ -341,11 +327,11 @@ def save(
                 # Older checkpoints that are kept are read whole, which may take longer than a collective.
                 done = False
                 while not done:
-                    with _together(group):
+                    with together():
                         done = tidied is None or _is_done(tidied)
                     done = all(exchange(done, group, op=_SAVING))
         saved: Path | None = saving.final
-    except _DiskFailed as failure:
+    except OSError as failure:
         said = f"step {step} was not saved: {failure}; training continues, and the next save tries again"
         saving.warnings.insert(0, said)
         saved = None

@@ -1,38 +1,37 @@
 """The two ways in which ranks agree: they exchange values, or run local work and agree on its outcome.
 
-An exchange goes one of three ways, since each can do what the others cannot:
+An exchange goes one of three ways, since none can do what the other two can:
 
-| way                     | what it needs                | waits                     | a value           |
-|-------------------------|------------------------------|---------------------------|-------------------|
-| the group's store       | a group                      | `within` seconds          | small, for JSON   |
-| a collective of a group | that it has not failed       | as long as torch's group  | any, pickled      |
-| a control block         | ranks that share a host      | as long as the memory     | 4 KB, pickled     |
+| over                   | by                 | a value          | waits for a rank                                      |
+|------------------------|--------------------|------------------|-------------------------------------------------------|
+| a group, with `within` | the group's store  | small, for JSON  | that long, and names it even if it has never come     |
+| a group                | NCCL or Gloo       | any, pickled     | as long as torch's group, unless the rank has ended   |
+| a symmetric memory     | its control block  | 4 KB, pickled    | as long as the memory, unless the rank has ended      |
 
-The store alone names a rank that has never come, but does not tell that a rank has ended, and each rank reads as many
-entries as there are ranks. A collective ends at once if a rank has ended, and may wait for one that reads files for
-long. A control block does both, on one host. Two kinds of comparison are no exchange, since they are made in each call
-of an operator and cost a collective of a few bytes: `collectives.compare` and `collectives.on_any_rank`.
+Two comparisons are made too often for an exchange, and take a collective of a few bytes: `collectives.compare` of the
+operation that ranks begin, in every call, and `collectives.on_any_rank`, which the settings' deadline ends.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from tpfuse.comm.errors import PeerTimeout, RankFailed, named
-from tpfuse.comm.handle import gathered
-from tpfuse.comm.rendezvous import stored
+from tpfuse.comm.errors import Disagreement, PeerTimeout, RankFailed, named
+from tpfuse.comm.handle import CollectiveHandle, announce, write_group_record
+
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # of exchanges in the store
 
 
-class Exchanging(Protocol):
-    """Ranks that exchange by their shared memory."""
-
-    def exchanged(self, value: Any, op: str) -> list[Any]:
-        """Return every rank's value, in rank order. Raise PeerTimeout."""
+class _Memory(Protocol):
+    def exchanged(self, value: Any, op: str) -> list[Any]: ...
 
 
-Ranks = dist.ProcessGroup | Exchanging | None  # None for a single rank
+Ranks = dist.ProcessGroup | _Memory | None  # None for a single rank
 
 
 def exchange(value: Any, *ranks: Ranks, op: str, within: float | None = None) -> list[Any]:
@@ -45,39 +44,71 @@ def exchange(value: Any, *ranks: Ranks, op: str, within: float | None = None) ->
     """
     values = [value]
     for each in ranks:
-        if isinstance(each, dist.ProcessGroup):
-            found = gathered(values, each, op) if within is None else stored(values, each, op, within)
+        if each is None:
+            continue
+        if not isinstance(each, dist.ProcessGroup):
+            found = each.exchanged(values, op)
+        elif within is not None:
+            found = _stored(values, each, op, within)
         else:
-            found = [values] if each is None else each.exchanged(values, op)
+            found = [None] * each.size()
+            with CollectiveHandle(op, each, None).name_missing_rank():
+                dist.all_gather_object(found, values, group=each)
         values = [value for of_rank in found for value in of_rank]
     return values
 
 
 @contextlib.contextmanager
-def agreement(op: str, *ranks: Ranks, alike: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def agreement(op: str, *ranks: Ranks, alike: type[Exception] | tuple[()] = (), by_rank: bool = False) -> Iterator[None]:
     """Run the block on every rank. If it fails on one, raise on all. The end of the block is an `exchange`.
 
-    The rank itself raises its own error, and the others RankFailed, which names the rank and the error. If the error is
-    one of `alike`, all ranks raise it, as the first rank that has one. Raise PeerTimeout if a rank is lost.
+    The rank itself raises its own error, and the others RankFailed, which names the rank and the error. alike: a class
+    of errors that all ranks raise as the first rank that has one; by_rank: whether its number precedes their text.
+    Raise PeerTimeout if a rank is lost.
     """
+    rank = named(dist.get_rank() if dist.is_initialized() else 0)
     error: Exception | None = None
+    outcome: Exception | str | None = None
     try:
         yield
     except PeerTimeout:  # the others learn of it by a time-out of theirs
         raise
+    except alike as own:
+        outcome = type(own)(f"{rank}: {own}") if by_rank else own
     except Exception as own:
-        error = own
-    shared = error if isinstance(error, alike) else None
-    own_text = ""
-    if error is not None and shared is None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        own_text = f"{named(rank)}: {type(error).__name__}: {error}"
-    outcomes = exchange((shared, own_text), *ranks, op=op)
-    if error is not None and shared is None:
+        error, outcome = own, f"{rank}: {type(own).__name__}: {own}"
+    outcomes = [each for each in exchange(outcome, *ranks, op=op) if each is not None]
+    if error is not None:
         raise error
-    for _, text in outcomes:
-        if text:
-            raise RankFailed(f"{op} failed on {text}")
-    for shared, _ in outcomes:
-        if shared is not None:
-            raise shared
+    for failed in outcomes:
+        if isinstance(failed, str):
+            raise RankFailed(f"{op} failed on {failed}")
+    for failed in outcomes:
+        raise failed
+
+
+def _stored(value: Any, group: dist.ProcessGroup, op: str, timeout: float) -> list[Any]:
+    """Return every rank's value by the group's store."""
+    announce(group)
+    _counts[group] = count = _counts.get(group, 0) + 1
+    store = dist.distributed_c10d._get_process_group_store(group)
+    store.set(f"tpfuse exchange {count}: {group.rank()}", json.dumps([op, value]))
+    values, ranks = [], dist.get_process_group_ranks(group)
+    for rank in range(group.size()):
+        key = f"tpfuse exchange {count}: {rank}"
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+            entry = store.get(key)
+        except RuntimeError as error:
+            detail = "it has not come to this exchange of the ranks"
+            missing = PeerTimeout(
+                op, step=-1, rank=ranks[group.rank()], peer=ranks[rank], waited=timeout, detail=detail
+            )
+            write_group_record(group, missing)
+            raise missing from error
+        other, found = json.loads(entry)
+        if other != op:
+            own = named(ranks[group.rank()])
+            raise Disagreement(f"{named(ranks[rank])} runs {other}, {own} runs {op}")
+        values.append(found)
+    return values

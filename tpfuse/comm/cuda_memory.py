@@ -87,7 +87,7 @@ class CudaMemory(HostCoordinatedMemory):
     def _check_gpus(self) -> None:
         """Raise Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
         op, calls = "symmetric memory", self._calls
-        with self._agreement(op):
+        with agreement(op, self, alike=Unavailable, by_rank=True):
             if reason := calls.why_not():
                 raise Unavailable(reason)
             own = str(self.device), calls.gpu(), calls.model(), calls.socket_folder()
@@ -149,13 +149,13 @@ class CudaMemory(HostCoordinatedMemory):
     def _share(self, key: str, size: int) -> _Allocation:
         """Return `size` bytes of every rank, zeroed. Collective. Raise Unavailable on every rank, which names `key`."""
         op = f"buffer {key}"
-        with self._agreement(op):
+        with agreement(op, self, alike=Unavailable, by_rank=True):
             try:
                 tensor = self._calls.allocate(size, self._group_name)
             except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError.
                 text = f"{size} bytes of GPU memory for {key} cannot be allocated: {_first_line(error)}"
                 raise Unavailable(text) from error
-        with self._agreement(op):
+        with agreement(op, self, alike=Unavailable, by_rank=True):
             try:
                 handle = self._calls.rendezvous(tensor, self._group_name)
                 tensor.zero_()

@@ -1,25 +1,30 @@
 """The handle of a collective of torch.distributed, which names the rank that a wait has missed.
 
 Gloo and NCCL do not know which rank it was: so ranks that give up write that into the group's store, where a missing
-rank is silent. The group cannot be used again.
+rank is silent. The group cannot be used again. The store also says which process each rank is, for the flight record of
+a rank that has waited in vain without shared memory.
 """
 
 import contextlib
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from tpfuse.comm import trace, waits
+from tpfuse.comm import host, trace, waits
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.rendezvous import announce, write_group_record
+from tpfuse.comm.flight_record import Process, write_record
 from tpfuse.comm.settings import settings
+from tpfuse.comm.stacks import has_ended
 
 PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_announced: WeakSet[dist.ProcessGroup] = WeakSet()
+_NO_STORE = (RuntimeError, KeyError)  # what torch raises if the store fails, or if the group has none
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -85,14 +90,6 @@ class CollectiveHandle:
             raise missing from error
 
 
-def gathered(value: Any, group: dist.ProcessGroup, op: str) -> list[Any]:
-    """Return every rank's value by a collective of the group (`tpfuse.comm.agreement.exchange`)."""
-    values: list[Any] = [None] * group.size()
-    with CollectiveHandle(op, group, None).name_missing_rank():
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
     """Return the ranks that do not give up collective `number` within two seconds; none if the store fails."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
@@ -103,6 +100,39 @@ def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
         while others and time.monotonic() < deadline:
             time.sleep(0.02)
             others = [rank for rank in others if not store.check([f"tpfuse gives up {number}: {rank}"])]
-    except (RuntimeError, KeyError):
+    except _NO_STORE:
         return []
     return others
+
+
+def announce(group: dist.ProcessGroup) -> None:
+    """Tell the other ranks of the group which process this rank is. Only the first call does anything."""
+    if group not in _announced:
+        _announced.add(group)
+        with contextlib.suppress(*_NO_STORE):
+            store = dist.distributed_c10d._get_process_group_store(group)
+            store.set(_process_key(group.rank()), json.dumps([host.node_identity(), os.getpid()]))
+
+
+def write_group_record(group: dist.ProcessGroup, error: PeerTimeout) -> None:
+    """Write the flight record of a rank that has waited in vain without shared memory.
+
+    It has the processes on this host that have announced themselves. Their operations are not recorded.
+    """
+    write_record(error, lambda: _processes(group))
+
+
+def _processes(group: dist.ProcessGroup) -> list[Process]:
+    found, node = [], host.node_identity()
+    with contextlib.suppress(*_NO_STORE):
+        store = dist.distributed_c10d._get_process_group_store(group)
+        for rank, global_rank in enumerate(dist.get_process_group_ranks(group)):
+            if store.check([_process_key(rank)]):
+                other, pid = json.loads(store.get(_process_key(rank)))
+                if other == node:
+                    found.append(Process(global_rank, pid, has_ended(pid)))
+    return found
+
+
+def _process_key(rank: int) -> str:
+    return f"tpfuse process: {rank}"

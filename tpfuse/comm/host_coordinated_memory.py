@@ -1,10 +1,8 @@
 """The common part of the backends of several ranks: control block, deadlines, flight record and reset."""
 
-import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -12,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm import trace
-from tpfuse.comm.agreement import agreement
 from tpfuse.comm.control_block import ControlBlock
-from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.watchdog import Watchdog, write_flight_record
@@ -150,15 +147,6 @@ class HostCoordinatedMemory(SymmetricMemory):
         except PeerTimeout as error:
             write_flight_record(self.control, error)
             raise
-
-    @contextlib.contextmanager
-    def _agreement(self, op: str) -> Iterator[None]:
-        """Run the block on every rank. If it raises Unavailable on one, raise that on all, with the rank's number."""
-        with agreement(op, self, alike=Unavailable):
-            try:
-                yield
-            except Unavailable as error:
-                raise Unavailable(f"rank {self.rank}: {error}") from error
 
     def reset(self) -> None:
         self.control.reset(self.clear_signals)

@@ -180,8 +180,7 @@ def all_groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     The default group's deadline is that of the user, so that one rank may read or write files for long.
     """
     everyone = default_group()
-    has_all = device_mesh is not None and everyone is not None and device_mesh.size() == everyone.size()
-    return [everyone] if has_all and everyone is not None else groups_of(device_mesh)
+    return [everyone] if device_mesh and everyone and device_mesh.size() == everyone.size() else groups_of(device_mesh)
 
 
 def check_group(operator: str, group: object) -> None:

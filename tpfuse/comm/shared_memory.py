@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpfuse.comm import trace
-from tpfuse.comm.agreement import exchange
+from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.futex import Backoff, load_acquire, store_release
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
@@ -45,12 +45,12 @@ class SharedMemory(HostCoordinatedMemory):
         size = max(1, shape.numel() * dtype.itemsize)
         op, mapping = f"buffer {key}", None
         try:
-            with self._agreement(op):
+            with agreement(op, self, alike=Unavailable, by_rank=True):
                 _check_available(key, size, self.world)
                 mapping = Mapping(key, size)
             assert mapping is not None
             locations, mappings = exchange((self.control.pids[self.rank], mapping.descriptor), self, op=op), []
-            with self._agreement(op):
+            with agreement(op, self, alike=Unavailable, by_rank=True):
                 try:
                     for rank, (pid, descriptor) in enumerate(locations):
                         mappings.append(mapping if rank == self.rank else Mapping(key, size, (pid, descriptor)))

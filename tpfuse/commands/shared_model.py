@@ -32,16 +32,7 @@ from tpfuse.train.config import parse_train
 from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.initial_weights import find_source, load_weights
 from tpfuse.train.language_model import Drawing, LanguageModel
-from tpfuse.train.launch import (
-    STOP_SIGNALS,
-    RankInfo,
-    device_of,
-    from_first,
-    in_group,
-    join,
-    launched_rank,
-    start_ranks,
-)
+from tpfuse.train.launch import STOP_SIGNALS, RankInfo, by_first, device_of, in_group, join, launched_rank, start_ranks
 from tpfuse.train.model_options import check_layout
 from tpfuse.train.options import CommOptions, LayoutOptions, ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import rank_count
@@ -130,7 +121,7 @@ class ModelRanks:
         if self.group is None:
             return work()
         set_timeout(self.group, _PREPARATION)
-        return from_first(self.group, work, "reading the model")
+        return by_first(self.group, work, "reading the model")
 
     def find(self, folder: Path) -> SavedModel:
         """Return `saved_model` if these ranks can share it, else raise UserError. For the first rank alone."""

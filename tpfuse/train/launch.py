@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from tpfuse.comm.agreement import agreement
-from tpfuse.comm.collectives.collective import share_object
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.comm.handle import is_lost_peer
+from tpfuse.comm.handle import CollectiveHandle, is_lost_peer
 from tpfuse.errors import PeerLost, RunError, UserError, ending_run, of_disk
 from tpfuse.train.child import begin
 from tpfuse.train.hardware import is_out_of_memory
@@ -110,17 +109,19 @@ def join(info: RankInfo, device: torch.device, timeout: float) -> None:
         raise PeerLost(f"rank {info.rank} could not join the other ranks within {timeout:g} s: {reason}") from error
 
 
-def from_first(group: dist.ProcessGroup, work: Callable[[], _T], op: str) -> _T:
+def by_first(group: dist.ProcessGroup, work: Callable[[], _T], op: str) -> _T:
     """Return the result of `work`, which the first rank alone calls, on all ranks.
 
     op: the name of the work in errors. Raise RunError on all ranks if `ending_run` does on the first one, RankFailed on
     the others for any other error, and PeerTimeout if a rank is lost.
     """
-    found: Any = None
+    found: list[Any] = [None]
     with agreement(op, group, alike=RunError), ending_run():
         if group.rank() == 0:
-            found = work()
-    result: _T = share_object(found, group)
+            found = [work()]
+    with CollectiveHandle(op, group, None).name_missing_rank():  # not an exchange: a tokenizer may have megabytes
+        dist.broadcast_object_list(found, group=group, group_src=0)
+    result: _T = found[0]
     return result
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tpfuse.choices import Accumulate, GradientDtype, MomentDtype
 from tpfuse.comm import collectives
+from tpfuse.comm.agreement import agreement
 from tpfuse.comm.layout import local_tensor, model_device
 from tpfuse.comm.mesh import (
     AXES,
@@ -206,8 +207,8 @@ def adamw(
     """
     options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
     options |= {"muon": muon, "state_dtype": state_dtype}
-    problem, offload = "", engine.offload
-    try:
+    offload = engine.offload
+    with agreement(f"offload {offload}", engine.world_group):
         if isinstance(engine, FullySharded):
             by_muon, sizes = {matrix.name for matrix in engine.matrices}, engine.shard_bytes
             for member in engine.members:
@@ -218,11 +219,6 @@ def adamw(
         else:
             nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage, state_dtype)
         store = state_store(offload, engine.device, nbytes)
-    except ValueError as error:
-        problem = str(error)
-    compares = bool(problem) or isinstance(store, FileStore)
-    if compares and collectives.on_any_rank(bool(problem), engine.device, engine.world_group):
-        raise ValueError(problem or f"offload {offload}: another rank cannot keep its optimizer state there")
     if isinstance(engine, FullySharded) and isinstance(store, FileStore):
         engine.move_shards(store)
     optimizer = UnitUpdater if isinstance(engine, FullySharded) else BucketUpdater

@@ -5,7 +5,7 @@ A rank that is lost or late raises PeerTimeout on the others here too (`tpfuse.c
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,6 @@ from torch import Tensor
 from tpfuse.comm.handle import CollectiveHandle
 from tpfuse.comm.rank_order import rows_of, sum_in_rank_order
 from tpfuse.comm.settings import settings
-
-_T = TypeVar("_T")
 
 
 class Handle(Protocol):
@@ -101,14 +99,6 @@ def share_(x: Tensor, group: dist.ProcessGroup) -> None:
     """
     with CollectiveHandle("broadcast", group, None).name_missing_rank():
         dist.broadcast(x, group=group, group_src=0)
-
-
-def share_object(value: _T, group: dist.ProcessGroup) -> _T:
-    """Return the value of the group's first rank, of any size, pickled. The deadline is as for `share_`."""
-    found = [value]
-    with CollectiveHandle("broadcast", group, None).name_missing_rank():
-        dist.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]
 
 
 def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Handles:

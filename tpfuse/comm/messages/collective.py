@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tpfuse.comm import handle, trace, waits
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.handle import announce, is_lost_peer, write_group_record
 from tpfuse.comm.member_groups import free_number, new_group
 from tpfuse.comm.messages.base import Message, Messages, Route
-from tpfuse.comm.rendezvous import announce, write_group_record
 from tpfuse.comm.settings import settings
 
 _opened: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # the number of routes so far
@@ -46,7 +46,7 @@ class _Transfer:
             with trace.span("communication", self._op, peer=ranks[self._peer], flow=self._flow):
                 self._work.wait(*self._deadline)
         except RuntimeError as error:
-            if not handle.is_lost_peer(error):
+            if not is_lost_peer(error):
                 raise
             rank, waited = ranks[self._group.rank()], time.monotonic() - started
             waits.give_up(ranks[self._peer])

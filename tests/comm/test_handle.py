@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tpfuse.comm import host, rendezvous
+from tpfuse.comm import handle, host
 from tpfuse.comm.flight_record import Process
 
 
@@ -28,7 +28,7 @@ def test_processes_that_have_announced_themselves_on_this_node(monkeypatch: pyte
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
     store.set("tpfuse process: 1", json.dumps(["another node", os.getpid()]))
     store.set("tpfuse process: 3", json.dumps([host.node_identity(), 2**22 + 1]))
-    monkeypatch.setattr(rendezvous, "_announced", set())
-    rendezvous.announce(group)
-    found = rendezvous._processes(group)
+    monkeypatch.setattr(handle, "_announced", set())
+    handle.announce(group)
+    found = handle._processes(group)
     assert found == [Process(4, os.getpid(), ended=False), Process(7, 2**22 + 1, ended=True)]
