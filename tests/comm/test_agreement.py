@@ -38,14 +38,14 @@ def test_ranks_in_different_exchanges_learn_both_names() -> None:
 
 
 def _outcomes(over: str, errors: dict[int, Exception]) -> tuple[str, bool]:
-    """Return the error of this rank of work in which these ranks raise, and whether it is the rank's own."""
+    """Return the error of this rank of work in which these ranks raise, and whether it is the rank's own object."""
     group = dist.group.WORLD
     ranks: Any = symmetric_memory(group, "cpu") if over == "memory" else group
-    with agreement("work", ranks, alike=Unavailable):
+    by_rank, own = over == "group, by rank", errors.get(dist.get_rank())
+    with agreement("work", ranks, alike=Unavailable, by_rank=by_rank):
         pass
-    own = errors.get(dist.get_rank())
     try:
-        with agreement("work", ranks, alike=Unavailable):
+        with agreement("work", ranks, alike=Unavailable, by_rank=by_rank):
             if own is not None:
                 raise own
     except Exception as error:
@@ -54,28 +54,28 @@ def _outcomes(over: str, errors: dict[int, Exception]) -> tuple[str, bool]:
     return "no error", False
 
 
-@pytest.mark.parametrize("over", ["group", "memory"])
+_ON_1 = "RankFailed: work failed on rank 1: OSError: full"
+_FULL = OSError("full")
+
+
 @pytest.mark.parametrize(
-    ("errors", "expected"),
+    ("over", "errors", "expected"),
     [
-        ({1: KeyError("k")}, ["RankFailed: work failed on rank 1: KeyError: 'k'", "KeyError: 'k'"]),
-        (
-            {0: KeyError("k"), 1: OSError("d")},
-            ["KeyError: 'k'", "OSError: d", "RankFailed: work failed on rank 0: Key"],
-        ),
-        ({1: Unavailable("1 is full"), 2: Unavailable("2 is full")}, ["Unavailable: 1 is full"] * 3),
-        (
-            {0: Unavailable("0 is full"), 1: OSError("d")},
-            ["RankFailed: work failed on rank 1: OSError: d", "OSError: d"],
-        ),
+        ("group", {1: _FULL}, [_ON_1, "OSError: full", _ON_1]),
+        ("memory", {1: _FULL}, [_ON_1, "OSError: full", _ON_1]),
+        ("group", {2: KeyError("k"), 1: _FULL}, [_ON_1, "OSError: full", "KeyError: 'k'"]),
+        ("group", {1: Unavailable("a"), 2: Unavailable("b")}, ["Unavailable: a"] * 3),
+        ("group, by rank", {1: Unavailable("a"), 2: Unavailable("b")}, ["Unavailable: rank 1: a"] * 3),
+        ("memory", {1: Unavailable("a"), 2: Unavailable("b")}, ["Unavailable: a"] * 3),
+        ("group", {0: Unavailable("a"), 1: _FULL}, [_ON_1, "OSError: full", _ON_1]),
     ],
-    ids=["one fails", "each keeps its own", "the first of those alike", "another one before those alike"],
+    ids=["group", "memory", "each its own", "alike", "alike, by rank", "alike, memory", "another one before alike"],
 )
 def test_ranks_agree_on_the_outcome_of_work(over: str, errors: dict[int, Exception], expected: list[str]) -> None:
     found = pool(3).run(_outcomes, over, errors)
-    for rank, (text, is_own) in enumerate(found):
-        assert text.startswith(expected[rank] if rank < len(expected) else expected[0])
-        assert is_own == (rank in errors and not isinstance(errors[rank], Unavailable)) or "Unavailable" in text
+    assert [text for text, _ in found] == expected
+    for text, is_own in found:
+        assert is_own or not text.startswith(("OSError", "KeyError"))
 
 
 @on_ranks(2)

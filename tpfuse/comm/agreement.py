@@ -2,14 +2,14 @@
 
 An exchange goes one of three ways, since none can do what the other two can:
 
-| over                   | by                 | a value          | waits for a rank                                      |
-|------------------------|--------------------|------------------|-------------------------------------------------------|
-| a group, with `within` | the group's store  | small, for JSON  | that long, and names it even if it has never come     |
-| a group                | NCCL or Gloo       | any, pickled     | as long as torch's group, unless the rank has ended   |
-| a symmetric memory     | its control block  | 4 KB, pickled    | as long as the memory, unless the rank has ended      |
+| over                   | by                | a value         | waits for a rank                                    |
+|------------------------|-------------------|-----------------|-----------------------------------------------------|
+| a group, with `within` | the group's store | small, for JSON | that long, and names it even if it has never come   |
+| a group                | NCCL or Gloo      | any, pickled    | as long as torch's group, unless the rank has ended |
+| a symmetric memory     | its control block | 4 KB, pickled   | as long as the memory, unless the rank has ended    |
 
-Two comparisons are made too often for an exchange, and take a collective of a few bytes: `collectives.compare` of the
-operation that ranks begin, in every call, and `collectives.on_any_rank`, which the settings' deadline ends.
+Two comparisons are too frequent for an exchange, and take a collective of a few bytes: `collectives.compare` in each
+call of an operator, and `collectives.on_any_rank`, for each gradient in `parallelize(check=True)`.
 """
 
 import contextlib
