@@ -539,7 +539,7 @@ def test_wrong_options_and_states_are_refused() -> None:
 @on_ranks(2)
 def test_an_offload_that_one_rank_cannot_make_is_refused_on_every_rank() -> None:
     folder = "/nowhere" if dist.get_rank() else "."
-    own = "offload /nowhere is not a folder: expected none, host or a folder"
+    own = "offload /nowhere is not a folder: expected none, host or a folder on a local disk"
     message = f"^{own}$" if dist.get_rank() else f"^offload . failed on rank 1.*: ValueError: {own}$"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "_IN_MEMORY", ())

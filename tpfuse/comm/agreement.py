@@ -27,11 +27,11 @@ from tpfuse.comm.handle import CollectiveHandle, announce, write_group_record
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # of exchanges in the store
 
 
-class _Memory(Protocol):
+class _SharingMemory(Protocol):
     def exchanged(self, value: Any, op: str) -> list[Any]: ...
 
 
-Ranks = dist.ProcessGroup | _Memory | None  # None for a single rank
+Ranks = dist.ProcessGroup | _SharingMemory | None  # None for a single rank
 
 
 def exchange(value: Any, *ranks: Ranks, op: str, within: float | None = None) -> list[Any]:
