@@ -261,7 +261,7 @@ def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_resumes
 def test_all_ranks_end_if_one_has_no_space_for_its_state() -> None:
     """The second rank has a full disk."""
     folder, full = tempfile.gettempdir(), mock.Mock(side_effect=ValueError("offload /x has too little space"))
-    expected = rf"offload {folder} failed on rank 1 \(dp 1, tp 0\): ValueError: offload /x has too little space"
+    expected = f"offload {folder} failed on rank 1: ValueError: offload /x has too little space"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(offload, "_IN_MEMORY", ()))
         if dist.get_rank() == 1:
