@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.dispatch import symmetric_memory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
-from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.mesh import all_groups_of, build_mesh
 from tpfuse.testing.ranks import on_ranks, pool
 
 
@@ -29,6 +29,8 @@ def test_the_groups_of_a_mesh_carry_the_values_of_all_its_ranks() -> None:
     groups = mesh["tp"].get_group(), mesh["dp"].get_group()
     assert exchange(dist.get_rank(), *groups, op="test") == [0, 1, 2, 3]
     assert exchange(dist.get_rank(), *groups, op="test", within=60.0) == [0, 1, 2, 3]
+    assert all_groups_of(mesh) == [dist.group.WORLD] and all_groups_of(None) == []
+    assert all_groups_of(mesh["tp"]) == [groups[0]]
 
 
 @on_ranks(2)
