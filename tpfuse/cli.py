@@ -187,7 +187,7 @@ COMMANDS = {
         "say which rank the others of a run waited for, from its flight records", "tpfuse.commands.hang:hang", "RUN",
         "the folder of a run", unpacked=True, processes="each",
     ),
-    "prepare": Subcommand("turn text into a token file", "tpfuse.train.setup:prepare"),
+    "prepare": Subcommand("turn text into a token file", "tpfuse.commands.prepare:prepare"),
     "doctor": Subcommand(
         "find out what of this machine makes tpfuse fail or slow", "tpfuse.cli:_doctor", unpacked=True, alone=True,
         processes="each",

@@ -294,7 +294,9 @@ def test_validation_may_have_its_own_files(tmp_path: Path) -> None:
     assert [len(part.sources[0]) for part in data.open(0.1)] == [30, 3], "no token is kept back"
     assert data.open(0.1)[1].sources[0][:].tolist() == [0, 1, 3]
     files = (folder / "tokens.bin", folder / "validation.bin")
-    for again in (read_data(DataOptions(), staging, files), read_data(DataOptions(*files), staging)):
+    (tmp_path / "config.toml").write_text(f"[data]\nval_path = '{tmp_path / 'val.txt'}'\n")
+    resumed = read_data(DataOptions(val_path=tmp_path / "val.txt"), staging, tmp_path)
+    for again in (resumed, read_data(DataOptions(*files), staging)):
         assert store(tmp_path / "nothing", again, staging).digests() == data.digests()
     assert data.val is not None and data.digests() == {"sha256": data.train.sha256, "val_sha256": data.val.sha256}
     assert not (tmp_path / "nothing").exists()
@@ -302,8 +304,6 @@ def test_validation_may_have_its_own_files(tmp_path: Path) -> None:
     assert mixed is not None and mixed.open().sources[0][:].tolist() == [0, 1, 3]
     with pytest.raises(UserError, match=r"validation.bin has tokens of another tokenizer than the training data's"):
         read_data(DataOptions(tmp_path / "train.txt", folder / "validation.bin"), staging)
-    with pytest.raises(UserError, match=r"--data\.val-fraction and --data.val-path were both given"):
-        read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", val_fraction=0.2), staging)
 
 
 def test_the_default_text_is_the_standard_library() -> None:

@@ -200,7 +200,7 @@ def test_ranks_hold_their_own_stages_and_what_is_counted(family: str, schedule: 
     assert bool(config.tied) == sizes_of_model.tied == (family != "llama")
     for index, (shapes, slots, held, sizes) in enumerate(pool(pp * dp).run(_held, config, options)):
         rank = index // dp
-        part = config.outlined(None, dtype, own_stages(options, config, rank))
+        part = config.outlined(None, dtype, own_stages(options.parallel, config, rank))
         assert {name: tuple(parameter.shape) for name, parameter in part.named_parameters()} == shapes
         assert (997 * 48 in sizes) == (rank == 0 or (rank == pp - 1 and schedule != "zbv"))
         assert formula[rank].parameters == pytest.approx(held, rel=0.01) and formula[rank].buffers == slots
@@ -209,7 +209,7 @@ def test_ranks_hold_their_own_stages_and_what_is_counted(family: str, schedule: 
 def test_the_cut_counts_embeddings_head_and_attention() -> None:
     """A head as expensive as two layers leaves fewer layers to the last stage."""
     config = _config("llama", 8, vocab_size=101)
-    costs = pipeline_costs(_options((1, 1, 1, 2)), config)
+    costs = pipeline_costs(_options((1, 1, 1, 2)).parallel, config)
     model: Any = config.empty(torch.float32)
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     table, attention = 101 * 48, 12 * 7 * 48
@@ -218,7 +218,7 @@ def test_the_cut_counts_embeddings_head_and_attention() -> None:
         (4 * (6 * layer + attention) + 6 * (table + 48), 4 * layer + table + 48),
     ]
     large = _config("llama", 8, vocab_size=2 * layer // 48)
-    assert pipeline_stages(_options((1, 1, 1, 2)), large) == [
+    assert pipeline_stages(_options((1, 1, 1, 2)).parallel, large) == [
         Stage(0, range(5), True, False),
         Stage(1, range(5, 8), False, True),
     ]

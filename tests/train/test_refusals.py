@@ -46,7 +46,7 @@ REFUSED = {
     "train --train.seed 9223372036854775808": "9223372036854775808: expected a number of 64 bits with a sign",
     "train --data.path a.txt b.txt": "unexpected 'b.txt' after --data.path, which takes one value",
     "train --data.path '/nowhere/*.bin'": "no file matches /nowhere/*.bin",
-    "train --data.val-path v.txt --data.val-fraction 0.2": "--data.val-fraction and --data.val-path were both",
+    "train --data.val-path v.txt --data.val-fraction 0.2": "--data.val-fraction is not for --data.val-path, whose",
     "train --train.batch 1000000000000": "--train.batch 1000000000000: the token ids of one step take",
     "train --optim.warmup soon": "--optim.warmup 'soon': expected a number of steps, or of tokens such as 375e6tokens",
     "train --optim.warmup -1": "--optim.warmup -1: expected at least 0",

@@ -21,7 +21,7 @@ from tpfuse.errors import UserError
 from tpfuse.ops.cross_entropy import IGNORE
 from tpfuse.train.batches import MicroBatch, Mixture
 from tpfuse.train.config import parse_train
-from tpfuse.train.data import kept_tokens, read_data, read_sources
+from tpfuse.train.data import read_data, read_sources
 from tpfuse.train.options import EvaluateCommand, TrainCommand
 from tpfuse.train.tokenizer import ByteTokenizer, TokenSequence, document_start
 
@@ -136,7 +136,7 @@ def _evaluation(ranks: ModelRanks, run: Path, options: EvaluateCommand) -> tuple
         raise UserError(f"--length {length}: expected {least} to {context}, the model's context")
     run_options = parse_train(["--resume", "--out", str(run)]) if (run / "config.toml").is_file() else TrainCommand()
     if data.path is None:
-        kept = read_data(run_options.data, run / "data", kept_tokens(run, run_options.data))
+        kept = read_data(run_options.data, run / "data", run)
         tokens = kept.open(run_options.data.val_fraction)[1]
         source = f"the end of {kept.train.source}" if kept.val is None else kept.val.source
     else:

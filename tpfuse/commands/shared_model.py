@@ -30,7 +30,7 @@ from tpfuse.train.batches import MicroBatch
 from tpfuse.train.check_options import check_timeout, with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.decoder_config import DecoderConfig
-from tpfuse.train.initial_weights import find_source, load_weights
+from tpfuse.train.initial_weights import decoder_source, load_weights
 from tpfuse.train.language_model import Drawing, LanguageModel
 from tpfuse.train.launch import STOP_SIGNALS, RankInfo, by_first, device_of, in_group, join, launched_rank, start_ranks
 from tpfuse.train.model_options import check_layout
@@ -86,8 +86,8 @@ def saved_model(folder: Path) -> SavedModel:
     options = parse_train(["--model.from", str(folder)])
     with refusing():
         config = DecoderConfig.read(folder)
-    source = find_source(options, config)
-    if source is None or source.folder is None:
+    source = decoder_source(folder, config)
+    if source.folder is None:
         raise UserError(f"{folder} has a config.json and no weights: expected model.safetensors beside it")
     tokenizer = build_tokenizer(options.data.tokenizer)
     source.weights_for(tokenizer)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from tpfuse import switches
 from tpfuse.errors import UserError, check_at_least, refusing
@@ -45,8 +46,17 @@ def check_options(options: TrainCommand) -> None:
     if options.profile.nvtx:
         nvtx_package()
     profiled_steps(options.profile.steps)
+    _check_paths(options.out, options.data.path, options.data.val_path, options.init_from, options.model.from_)
     for check in (check_needs, check_rules, _check_ranges, _check_schedule, _check_muon, _check_zero, _check_batch):
         check(options)
+
+
+def _check_paths(*paths: Path | None) -> None:
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{str(path)!r}: the name is not UTF-8: rename it") from None
 
 
 def _check_ranges(options: TrainCommand) -> None:
@@ -70,9 +80,13 @@ def _check_ranges(options: TrainCommand) -> None:
     check_timeout(options.comm.timeout)
     if not -(2**63) <= train.seed < 2**63:
         raise UserError(f"--train.seed {train.seed}: expected a number of 64 bits with a sign")
-    for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
+    for option, name, value in (
+        ("optim.beta1", "beta1", optim.beta1),
+        ("optim.beta2", "beta2", optim.beta2),
+        ("data.val-fraction", "fraction", options.data.val_fraction),
+    ):
+        if not 0.0 <= value < 1.0:
+            raise UserError(f"--{option} {value}: expected 0 <= {name} < 1")
 
 
 def check_timeout(seconds: float) -> None:
@@ -141,14 +155,15 @@ def check_kernels(options: TrainCommand) -> None:
     """Raise UserError for kernels and implementations that this machine does not have."""
     with refusing("--"), use(kernels=options.kernels):
         resolved_kernels("cuda" if device_count() else "cpu")
-    if options.train.cuda_graph == "yes" and not device_count():
-        raise UserError("--train.cuda-graph needs a GPU, and this machine has none: leave it out")
-    if options.train.offload_activations and not device_count():
-        raise UserError("--train.offload-activations needs a GPU, and this machine has none: leave it out")
-    communicates = rank_count(options.parallel) > 1
-    if options.parallel.impl == "fused" and communicates and not device_count() and not switches.INTERPRETED:
+    if options.train.compile:
+        check_compiler()
+    if device_count():
+        return
+    train, communicates = options.train, rank_count(options.parallel) > 1
+    for name, given in (("cuda-graph", train.cuda_graph == "yes"), ("offload-activations", train.offload_activations)):
+        if given:
+            raise UserError(f"--train.{name} needs a GPU, and this machine has none: leave it out")
+    if options.parallel.impl == "fused" and communicates and not switches.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"
         )
-    if options.train.compile:
-        check_compiler()

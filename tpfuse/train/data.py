@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tpfuse.errors import UserError
 from tpfuse.train.batches import Mixture
@@ -98,16 +99,29 @@ class RunData:
         return {"sha256": self.train.sha256, "val_sha256": None if self.val is None else self.val.sha256}
 
 
-@dataclass(frozen=True)
-class _Unread:
-    """A source whose tokens are not read yet."""
+class _Text(NamedTuple):
+    """A source of text. name: that of the token file that is written for it."""
 
-    # The name of the token file that is written for a text.
+    corpus: Corpus
     name: str
-    # The text, or the paths of its token files.
-    what: Corpus | tuple[Path, ...]
-    # What that token file, if the run has kept it, must say that it holds.
-    source: str | None = None
+
+    def tokens(self, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
+        return encode_text(staging, self.corpus, tokenizer, self.name)
+
+
+class _Files(NamedTuple):
+    """A source of token files. kept_of: the source whose tokens they must be, if the run has kept them."""
+
+    paths: tuple[Path, ...]
+    kept_of: str | None = None
+
+    def tokens(self, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
+        files = open_token_files(self.paths, tokenizer)
+        if self.kept_of not in (None, files.source):
+            raise UserError(
+                f"--resume with different data: {self.paths[0]} has the tokens of {files.source}, not of {self.kept_of}"
+            )
+        return files
 
 
 def listed(path: Path | None) -> tuple[list[Path | None], tuple[int, ...]]:
@@ -138,46 +152,42 @@ def listed(path: Path | None) -> tuple[list[Path | None], tuple[int, ...]]:
     return [Path(name) for name in table], tuple(share // divisor for share in shares.values())
 
 
-def read_data(data: DataOptions, staging: Path, kept: tuple[Path | None, Path | None] = (None, None)) -> RunData:
+def read_data(data: DataOptions, staging: Path, run: Path | None = None) -> RunData:
     """Return the data that the options name. Texts are encoded to token files in folder `staging`.
 
-    kept: the token files that the run wrote from its texts and continues with (`kept_tokens`). Under the tokenizer
-    chars, the vocabulary is that of all texts. Raise UserError, and OSError if the folder cannot be written.
+    run: the folder of a run that continues with the token files that it wrote from its texts (`kept_tokens`). Under the
+    tokenizer chars, the vocabulary is that of all texts. Raise UserError, and OSError if a folder cannot be written.
     """
-    if data.val_path is not None and data.val_fraction != DataOptions.val_fraction:
-        raise UserError("--data.val-fraction and --data.val-path were both given: give one of them")
+    kept, val_kept = (None, None) if run is None else kept_tokens(run, data)
     (paths, shares), (val_paths, val_shares) = listed(data.path), listed(data.val_path)
-    found, val_found = _found(paths, data.field, kept[0], "tokens"), []
-    if data.val_path is not None or kept[1] is not None:
-        val_found = _found(val_paths, data.field, kept[1], "validation")
-    files = next((each.what for each in found if isinstance(each.what, tuple)), None)
-    if files is not None:
-        tokenizer = _stated(files, data.tokenizer)
-    else:
-        texts = [each.what for each in (*found, *val_found) if isinstance(each.what, Corpus)]
-        tokenizer = build_tokenizer(data.tokenizer, characters(texts))
-    train, val = (tuple(_tokens(each, staging, tokenizer) for each in part) for part in (found, val_found))
+    found, val_found = _found(paths, data.field, kept, "tokens"), []
+    if data.val_path is not None:
+        val_found = _found(val_paths, data.field, val_kept, "validation")
+    files = next((each.paths for each in found if isinstance(each, _Files)), None)
+    texts = (each.corpus for each in (*found, *val_found) if isinstance(each, _Text))
+    tokenizer = _stated(files, data.tokenizer) if files else build_tokenizer(data.tokenizer, characters(texts))
+    train, val = (tuple(each.tokens(staging, tokenizer) for each in part) for part in (found, val_found))
     return RunData(Sources(train, shares), Sources(val, val_shares) if val else None)
 
 
 def read_sources(path: Path, field: str, staging: Path, tokenizer: Tokenizer) -> Sources:
     """Return the tokens of the sources that a path names. Raise UserError and OSError."""
     paths, shares = listed(path)
-    return Sources(tuple(_tokens(each, staging, tokenizer) for each in _found(paths, field, None, "tokens")), shares)
+    return Sources(tuple(each.tokens(staging, tokenizer) for each in _found(paths, field, None, "tokens")), shares)
 
 
-def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: str) -> list[_Unread]:
+def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: str) -> list[_Text | _Files]:
     """Find the sources of a list. kept: as for `read_data`; the files of several sources stand beside it."""
-    found = []
+    found: list[_Text | _Files] = []
     several = len(paths) > 1
     for index, path in enumerate(paths):
         own = f"{name}-{index + 1}" if several else name
         copy = None if kept is None else kept.with_name(f"{own}.bin")
         files = None if path is None or (copy is not None and copy.exists()) else token_paths(path)
         if files is None and copy is not None:
-            found.append(_Unread(own, (copy,), str(path) if several else None))
+            found.append(_Files((copy,), str(path) if several else None))
         else:
-            found.append(_Unread(own, files or find_text(path, field)))
+            found.append(_Files(files) if files else _Text(find_text(path, field), own))
     return found
 
 
@@ -188,17 +198,6 @@ def _stated(paths: tuple[Path, ...], name: str) -> Tokenizer:
     if stated is None:
         check_named(name, paths[0])
     return stated or build_tokenizer(name)
-
-
-def _tokens(found: _Unread, staging: Path, tokenizer: Tokenizer) -> TokenFiles:
-    if isinstance(found.what, Corpus):
-        return encode_text(staging, found.what, tokenizer, found.name)
-    files = open_token_files(found.what, tokenizer)
-    if found.source not in (None, files.source):
-        raise UserError(
-            f"--resume with different data: {found.what[0]} has the tokens of {files.source}, not of {found.source}"
-        )
-    return files
 
 
 def encode_text(

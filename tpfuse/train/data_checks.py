@@ -2,23 +2,21 @@
 
 from tpfuse.errors import UserError
 from tpfuse.train.data import RunData
-from tpfuse.train.options import TrainCommand
+from tpfuse.train.options import DataOptions
 from tpfuse.train.token_file import TokenFiles
 from tpfuse.train.tokenizer import document_start
 
 _SEARCHED = 1 << 26  # tokens in which a document must begin
-
-
 _READ = 1 << 22  # tokens in one read
 
 
-def check_lengths(options: TrainCommand, data: RunData) -> None:
-    """Raise UserError if a source has too few tokens for training or validation."""
-    fraction, context, evaluates = options.data.val_fraction, options.model.n_positions, options.train.eval_every
-    if not 0.0 <= fraction < 1.0:
-        raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
+def check_data(data: RunData, options: DataOptions, context: int, *, evaluates: bool) -> None:
+    """Raise UserError for sources without enough tokens, or without the documents that the options mask.
+
+    context: the tokens of a sequence. Raise OSError.
+    """
     ways = "more text in --data.val-path" if data.val else "more text, a larger --data.val-fraction,"
-    kept = 0.0 if data.val else fraction  # of each source
+    kept = 0.0 if data.val else options.val_fraction  # of each source
     found = [(files, files.count - int(files.count * kept), "training", "") for files in data.train.files]
     if evaluates:
         sources, share = (data.val.files, 1.0) if data.val else (data.train.files, kept)
@@ -29,9 +27,12 @@ def check_lengths(options: TrainCommand, data: RunData) -> None:
             raise UserError(
                 f"{files.source} has {count} tokens for {purpose}; a context of {context} needs {context + 1}{way}"
             )
+    if options.documents == "mask":
+        for files in data.train.files:
+            _check_documents(files)
 
 
-def check_documents(files: TokenFiles) -> None:
+def _check_documents(files: TokenFiles) -> None:
     """Raise UserError if it is not known where documents begin in the training tokens. Raise OSError."""
     start = document_start(files.tokenizer)
     if start is None:

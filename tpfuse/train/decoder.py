@@ -66,7 +66,7 @@ class DecoderModel(LanguageModel):
         self.stages = [whole_model(config.n_layer)]
         self._cut: DecoderStages | None = None
         if options.parallel.pp > 1:
-            self.stages = own_stages(options, config, rank_and_size(flat_group(mesh, "pp"))[0])
+            self.stages = own_stages(options.parallel, config, rank_and_size(flat_group(mesh, "pp"))[0])
             self._cut = cut(model, self.stages)
         take_weights(model, read_weights(model, {}, device), device)
         if options.train.recompute == "full":

@@ -43,7 +43,7 @@ class GPTModel(LanguageModel):
             context_balance=options.parallel.cp_balance,
             recompute=options.train.recompute,
             offload_activations=options.train.offload_activations,
-            stages=own_stages(options, config, rank),
+            stages=own_stages(options.parallel, config, rank),
         )
         self.module: GPT = GPT(config, device="meta", dtype=dtype)
         parallelize_gpt(self.module, mesh, on_rank).to_empty(device=device)

@@ -103,39 +103,48 @@ def _is_huggingface(folder: Path) -> bool:
 
 
 def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
-    """Check the files of the source that an option names, and return it; None if no option was given.
+    """Return the source that an option names; None if no option was given. config: the model of the options.
 
-    Warn of tensors in them that the model does not have.
-
-    config: the model of the options. Raise UserError if it is not the source's, and CheckpointError if all checkpoints
-    are damaged.
+    Raise as `decoder_source` and `_initial_source` do.
     """
-    folder = options.model.from_
-    if folder is not None:
-        weighted = any((*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")))
-        if weighted:
-            with refusing("--model.from "):
-                files = MODELS[type(config)].files(config, folder)
-            if files.left_out:
-                warn(files.left_out)
-        return Source(f"--model.from {folder}", folder if weighted else None, config, None)
-    name = options.init_from
-    if name is None:
-        return None
-    if _is_huggingface(name):
+    if options.model.from_ is not None:
+        return decoder_source(options.model.from_, config)
+    if options.init_from is not None:
+        return _initial_source(options.init_from, options.model, options.train.dtype)
+    return None
+
+
+def decoder_source(folder: Path, config: ModelConfig) -> Source:
+    """Check the files of a model of transformers, and return them. Warn of tensors in them that the model lacks.
+
+    Raise UserError.
+    """
+    weighted = any((*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")))
+    if weighted:
+        with refusing("--model.from "):
+            files = MODELS[type(config)].files(config, folder)
+        if files.left_out:
+            warn(files.left_out)
+    return Source(f"--model.from {folder}", folder if weighted else None, config, None)
+
+
+def _initial_source(folder: Path, model: ModelOptions, dtype: str) -> Source:
+    """Check the files of a run or of a GPT-2 of Hugging Face, and return them. Warn of tensors that a GPT lacks.
+
+    Raise UserError if the options mean another model, and CheckpointError if all checkpoints are damaged.
+    """
+    if _is_huggingface(folder):
         with refusing("--init-from "):
-            pretrained = open_pretrained(name)
+            pretrained = open_pretrained(folder)
         if pretrained.left_out:
             warn(pretrained.left_out)
-        source = Source(f"--init-from {name}", name, pretrained.config, None)
+        source = Source(f"--init-from {folder}", folder, pretrained.config, None)
     else:
-        saved, state, theirs, tokenizer = open_run(name)
-        source = Source(f"--init-from {name}", saved.folder, theirs, tokenizer)
-        if (state["dtype"] == "float64") != (options.train.dtype == "float64"):
-            raise UserError(
-                f"--init-from {name} with --train.dtype {options.train.dtype}: the run was trained in {state['dtype']}"
-            )
-    _check_shape(source, options.model)
+        saved, state, theirs, tokenizer = open_run(folder)
+        source = Source(f"--init-from {folder}", saved.folder, theirs, tokenizer)
+        if (state["dtype"] == "float64") != (dtype == "float64"):
+            raise UserError(f"--init-from {folder} with --train.dtype {dtype}: the run was trained in {state['dtype']}")
+    _check_shape(source, model)
     return source
 
 

@@ -1,5 +1,6 @@
 """The model that the options of a run mean, and whether its ranks can share it."""
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from tpfuse.errors import CheckpointError, UserError, refusing
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.train.decoder_config import DecoderConfig
-from tpfuse.train.options import ParallelOptions, TrainCommand
+from tpfuse.train.options import ModelOptions, ParallelOptions, TrainCommand
 from tpfuse.train.pipeline_options import pipeline_stages, rank_count
 from tpfuse.train.rank_model import ModelConfig, outlined
 from tpfuse.train.saved_state import saved_state
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
-from tpfuse.zero.muon_matrices import hidden_matrices
+from tpfuse.zero.muon_matrices import block_matrices
 from tpfuse.zero.offload import check_space, state_bytes
 
 
@@ -25,21 +26,24 @@ def model_config(options: TrainCommand, vocab_size: int, run: Path | None = None
     vocab_size: the vocabulary of a GPT. run: the run to continue, whose newest checkpoint describes a model of
     transformers too, if the folder of --model.from is gone.
     """
-    model = options.model
-    if model.from_ is not None:
-        decoder = _decoder_config(options, model.from_, run)
-        if options.parallel.pp > 1:
-            _check_cut(options, decoder)
-        if options.optim.name == "muon":
-            with refusing("--optim.name muon: ", ": give --optim.name adamw"):
-                hidden_matrices(outlined(decoder, None, torch.float32))
-        return decoder
-    shape = {item.name: getattr(model, item.name) for item in fields(model) if item.name not in ("preset", "from_")}
-    config = GPTConfig(vocab_size, **shape)
-    with refusing():
-        _check_shared(options.parallel, config)
-    _check_cut(options, config)
+    config = _described(options.model, vocab_size, run)
+    for check in (_check_ranks, _check_mask, _check_cut, _check_muon):
+        check(options, config)
     return config
+
+
+def _described(model: ModelOptions, vocab_size: int, run: Path | None) -> ModelConfig:
+    folder = model.from_
+    if folder is None:
+        shape = {item.name: getattr(model, item.name) for item in fields(model) if item.name not in ("preset", "from_")}
+        return GPTConfig(vocab_size, **shape)
+    for checkpoint in [] if run is None or (folder / "config.json").is_file() else checkpoint_folders(run):
+        with contextlib.suppress(CheckpointError):
+            config = saved_state(Checkpoint(checkpoint))[1]
+            if config.family:  # of transformers
+                return config
+    with refusing(f"--model.from {folder}: "):
+        return DecoderConfig.read(folder, model.n_positions)
 
 
 def check_layout(options: TrainCommand, config: ModelConfig, name: Path) -> None:
@@ -54,38 +58,39 @@ def check_layout(options: TrainCommand, config: ModelConfig, name: Path) -> None
         return
     with refusing(f"{name}: ", "; with --parallel.dp alone each rank has the whole model"):
         _check_shared(parallel, config)
-    if parallel.pp > 1:
-        _check_cut(options, config)
+    _check_cut(options, config)
 
 
-def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
-    """Raise UserError if the layers of the model cannot be cut into the stages of the options."""
-    given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
-    with refusing(f"--parallel.{given}"):
-        pipeline_stages(options, config)
+def _check_ranks(options: TrainCommand, config: ModelConfig) -> None:
+    folder = options.model.from_
+    with refusing("" if folder is None else f"--model.from {folder}: "):
+        _check_shared(options.parallel, config)
 
 
-def _decoder_config(options: TrainCommand, folder: Path, run: Path | None) -> ModelConfig:
-    saved = [] if run is None or (folder / "config.json").is_file() else checkpoint_folders(run)
-    for checkpoint in saved:
-        try:
-            config = saved_state(Checkpoint(checkpoint))[1]
-        except CheckpointError:
-            continue
-        if config.family:  # of transformers
-            return config
-    parallel = options.parallel
-    with refusing(f"--model.from {folder}: "):
-        config = DecoderConfig.read(folder, options.model.n_positions)
-        _check_shared(parallel, config)
-    if options.data.documents == "mask":  # transformers masks them where context-parallel ranks can share the attention
+def _check_mask(options: TrainCommand, config: ModelConfig) -> None:
+    """Raise UserError if the model cannot mask documents: one of transformers does it like context-parallel ranks."""
+    if options.data.documents == "mask":
         try:
             config.check_context(1)
         except ValueError as error:
             reason = str(error).removeprefix("context parallelism: ")
             mask = f"--data.documents mask: {reason}: give --data.documents attend"
-            raise UserError(f"--model.from {folder}: {mask}") from None
-    return config
+            raise UserError(f"--model.from {options.model.from_}: {mask}") from None
+
+
+def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
+    """Raise UserError if the layers of the model cannot be cut into the stages of the options."""
+    if options.parallel.pp > 1:
+        given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
+        with refusing(f"--parallel.{given}"):
+            pipeline_stages(options.parallel, config)
+
+
+def _check_muon(options: TrainCommand, config: ModelConfig) -> None:
+    """Raise UserError if Muon cannot tell the matrices of a model of transformers."""
+    if options.optim.name == "muon" and config.family:
+        with refusing("--optim.name muon: ", ": give --optim.name adamw"):
+            block_matrices(outlined(config, None, torch.float32))
 
 
 def _check_shared(parallel: ParallelOptions, config: ModelConfig) -> None:
@@ -116,7 +121,7 @@ def check_offload(options: TrainCommand, config: ModelConfig, local_ranks: int) 
     model = outlined(config, None, getattr(torch, options.train.dtype))
     ranks = parallel.data_ranks * parallel.cp
     worlds: dict[Kind, int] = dict.fromkeys(KINDS, ranks // parallel.replicas)
-    matrices = hidden_matrices(model) if options.optim.name == "muon" else ()
+    matrices = block_matrices(model) if options.optim.name == "muon" else ()
     layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES, matrices=matrices)
     with refusing("--zero."):
         needed = state_bytes(layouts, zero.stage if ranks > 1 else min(zero.stage, 2), options.optim.state_dtype)

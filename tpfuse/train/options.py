@@ -279,7 +279,7 @@ class ParallelOptions:
 
     @property
     def data_ranks(self) -> int:
-        """Return dp, which is filled in before a run starts (`tpfuse.train.setup.with_layout`)."""
+        """Return dp, which is filled in before a run starts (`tpfuse.train.check_options.with_layout`)."""
         assert self.dp is not None
         return self.dp
 

@@ -76,23 +76,23 @@ def pipeline_order(options: TrainCommand) -> Order:
 
 def predicted_timeline(options: TrainCommand, config: Cuttable) -> Timeline:
     """Return a step whose passes take time by their operations alone, in operations for each token."""
-    return predicted(pipeline_order(options), pipeline_costs(options, config))
+    return predicted(pipeline_order(options), pipeline_costs(options.parallel, config))
 
 
-def pipeline_costs(options: TrainCommand, config: Cuttable) -> list[Cost]:
+def pipeline_costs(parallel: ParallelOptions, config: Cuttable) -> list[Cost]:
     """Return the costs of the stages, as they are counted for the cut. Raise as `pipeline_stages` does."""
-    return stage_costs(pipeline_stages(options, config), *config.part_costs())
+    return stage_costs(pipeline_stages(parallel, config), *config.part_costs())
 
 
-def pipeline_stages(options: TrainCommand, config: Cuttable) -> list[Stage]:
+def pipeline_stages(parallel: ParallelOptions, config: Cuttable) -> list[Stage]:
     """Return the stages of the model on all pipeline ranks. Raise ValueError for layers that cannot be cut so."""
-    owners, costs = stage_owners(options.parallel), config.part_costs()
-    if options.parallel.pp_layers:
-        return explicit_cut(options.parallel.pp_layers, len(costs[0]), len(owners))
+    owners, costs = stage_owners(parallel), config.part_costs()
+    if parallel.pp_layers:
+        return explicit_cut(parallel.pp_layers, len(costs[0]), len(owners))
     return cut_layers(*costs, owners)
 
 
-def own_stages(options: TrainCommand, config: Cuttable, rank: int) -> list[Stage]:
+def own_stages(parallel: ParallelOptions, config: Cuttable, rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank. Raise as `pipeline_stages` does."""
-    owners = stage_owners(options.parallel)
-    return [stage for stage, owner in zip(pipeline_stages(options, config), owners, strict=True) if owner == rank]
+    stages, owners = pipeline_stages(parallel, config), stage_owners(parallel)
+    return [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]

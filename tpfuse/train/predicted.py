@@ -111,7 +111,7 @@ def stage_blocks(options: TrainCommand, config: ModelConfig) -> tuple[int, ...]:
     """Return the number of blocks of each stage of the pipeline; () without one."""
     if options.parallel.pp == 1:
         return ()
-    return tuple(len(stage.layers) for stage in pipeline_stages(options, config))
+    return tuple(len(stage.layers) for stage in pipeline_stages(options.parallel, config))
 
 
 def program_of(options: TrainCommand, heads: int) -> TrainingProgram:

@@ -47,7 +47,7 @@ def introduce(
     options, train, config, device = run.options, run.options.train, run.config, trainer.device
     layers, pipeline = plans(trainer.model), []
     if trainer.runner is not None and predicted is not None:
-        stages, costs = pipeline_stages(options, config), pipeline_costs(options, config)
+        stages, costs = pipeline_stages(options.parallel, config), pipeline_costs(options.parallel, config)
         plan = trainer.runner.plan(stages, costs, trainer.dtype, predicted)
         pipeline = plan.explanation(f" of {micro_batch_size(options)} sequences")
     if info.rank > 0:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tpfuse.checkpoint.checkpoint import Checkpoint, newest_good
+from tpfuse.checkpoint.checkpoint import Checkpoint, checkpoint_folders, newest_good
 from tpfuse.errors import UserError
 from tpfuse.train.continuation import check_schedule
 from tpfuse.train.data import RunData
@@ -13,12 +13,18 @@ from tpfuse.train.rank_model import ModelConfig
 from tpfuse.train.saved_state import saved_state
 
 
-def resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data: RunData) -> Checkpoint | None:
-    """Return the newest good checkpoint, None if there is none yet. Raise UserError if it belongs to another run."""
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a run has a checkpoint, and warn if it has none."""
+    if found := bool(checkpoint_folders(folder)):
+        return found
+    warn(f"{folder} has no checkpoint yet: starting from step 0")
+    return False
+
+
+def resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data: RunData) -> Checkpoint:
+    """Return the newest good checkpoint of a run that has one. Raise UserError if it belongs to another run."""
     checkpoint = newest_good(folder, warn=warn)
-    if checkpoint is None:
-        warn(f"{folder} has no checkpoint yet: starting from step 0")
-        return None
+    assert checkpoint is not None
     state, model = saved_state(checkpoint)
     before = model.compared()
     before.pop("dropout", None)  # dropout has no weights, so a user may change it on purpose

@@ -28,6 +28,7 @@ RULES = (
         "since autocast keeps parameters in float32",
     ),
     Rule("--optim.state-dtype bfloat16", "--train.dtype float64", "whose precision the moments would lose"),
+    Rule("--data.val-fraction", "--data.val-path", "whose whole text validates"),
     Rule("--data.documents mask", "--train.compile", "since the number of documents varies"),
     Rule("--train.offload-activations", "--train.compile", "which has no hooks"),
     Rule("--parallel.pp-schedule zero_bubble zbv", "--train.compile", "which cannot split backward passes"),

@@ -25,35 +25,33 @@ from tpfuse.train.tokenizer import Tokenizer
 _STAGING = ".tpfuse-tokens-"  # begins the names of folders of tokens that no run has yet
 
 
-def run_folder(options: TrainCommand) -> Path:
-    """Return the folder of a run, which may be new. Raise UserError for one that holds another run or other files."""
-    folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+def run_folder(out: Path | None, *, resumes: bool) -> Path:
+    """Return the folder of a run: a new one, or that of the run to continue, locked until this process ends.
+
+    Raise UserError for one that holds another run or other files, or that another run uses.
+    """
+    folder = out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     _remove_left(_place(folder))
-    if options.resume != "yes" and os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+    if resumes:
+        _lock(folder)
+    elif os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         is_run = (folder / "config.toml").is_file()
         way = "add --resume to continue its run, or choose" if is_run else "it holds no run: choose"
         raise UserError(f"{folder} exists: {way} another --out")
-    for path in (folder, options.data.path, options.data.val_path, options.init_from, options.model.from_):
-        try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{str(path)!r}: the name is not UTF-8: rename it") from None
     return folder
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, *, resumes: bool) -> Iterator[Path]:
-    """Lock the folder of a run until this process ends. Yield a hidden folder beside it for tokens, which is removed.
+def staging(folder: Path, *, resumes: bool) -> Iterator[Path]:
+    """Yield a hidden folder for tokens beside that of a run, which is removed.
 
-    If the block fails, nothing is left of a new run, also after SIGTERM. Raise UserError for a folder in use by another
-    run or that cannot be written, and where the block finds damaged tokens.
+    If the block fails, nothing is left of a new run, also after SIGTERM. Raise UserError for a folder that cannot be
+    written, and where the block finds damaged tokens.
     """
-    if resumes:
-        _lock(folder)
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that no tokens are left
     try:
-        with _staging(_place(folder)) as staging:
-            yield staging
+        with _hidden(_place(folder)) as hidden:
+            yield hidden
     except DamagedTokens as error:
         raise UserError(str(error)) from None
     except OSError as error:
@@ -77,7 +75,7 @@ def _place(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _staging(place: Path) -> Iterator[Path]:
+def _hidden(place: Path) -> Iterator[Path]:
     """Make a hidden folder for tokens, which is locked, and remove it with what is in it then. Raise OSError."""
     folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=place))
     descriptor = _flock(folder)
@@ -90,7 +88,7 @@ def _staging(place: Path) -> Iterator[Path]:
 
 
 def _remove_left(place: Path) -> None:
-    """Remove the folders of `_staging` whose process was killed, if the file system tells by its locks."""
+    """Remove the folders of `_hidden` whose process was killed, if the file system tells by its locks."""
     for folder in place.glob(f"{_STAGING}*"):
         with contextlib.suppress(UserError, OSError):
             if (descriptor := _flock(folder)) is not None:

@@ -3,21 +3,17 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tpfuse.errors import UserError
 from tpfuse.train.check_options import check_kernels, check_options
 from tpfuse.train.continuation import check_start, described
-from tpfuse.train.corpus import characters, find_text
-from tpfuse.train.data import RunData, encode_text, kept_tokens, read_data
-from tpfuse.train.data_checks import check_documents, check_lengths
+from tpfuse.train.data import RunData, read_data
+from tpfuse.train.data_checks import check_data
 from tpfuse.train.initial_weights import find_source
 from tpfuse.train.model_options import check_offload, model_config
-from tpfuse.train.options import PrepareCommand, TrainCommand
+from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import rank_count
 from tpfuse.train.rank_model import ModelConfig
-from tpfuse.train.resume_point import resume_point
-from tpfuse.train.run_folder import claimed, run_folder, store_tokens, write_run
-from tpfuse.train.token_file import read_descriptions, token_paths
-from tpfuse.train.tokenizer import build_tokenizer
+from tpfuse.train.resume_point import has_checkpoint, resume_point
+from tpfuse.train.run_folder import run_folder, staging, store_tokens, write_run
 
 
 @dataclass(frozen=True)
@@ -46,40 +42,31 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     """
     check_options(options)
     check_kernels(options)
-    ranks, resumes = local_ranks or rank_count(options.parallel), options.resume == "yes"
-    folder = run_folder(options)
+    resumes = options.resume == "yes"
+    folder = run_folder(options.out, resumes=resumes)
+    run = folder if resumes else None
+    continues = run is not None and has_checkpoint(run)
     # Checks that need no text come first: reading a large text takes long.
-    config = model_config(options, 1, folder if resumes else None)
-    source = None if resumes else find_source(options, config)
-    with claimed(folder, resumes=resumes) as staging:
-        data = _read(options, staging, folder if resumes else None)
+    config = model_config(options, 1, run)
+    source = None if continues else find_source(options, config)
+    with staging(folder, resumes=resumes) as tokens:
+        data = read_data(options.data, tokens, run)
+        check_data(data, options.data, options.model.n_positions, evaluates=options.train.eval_every > 0)
+        if not config.family:
+            config = replace(config, vocab_size=data.train.tokenizer.vocab_size)
         weights = None if source is None else source.weights_for(data.train.tokenizer)
-        if options.model.from_ is None:
-            config = model_config(options, data.train.tokenizer.vocab_size)
-        check_offload(options, config, ranks)
-        data = store_tokens(folder, data, staging)
-    checkpoint = resume_point(folder, options, config, data) if resumes else None
-    if resumes and checkpoint is None:
-        source = find_source(options, config)
-        weights = None if source is None else source.weights_for(data.train.tokenizer)
+        check_offload(options, config, local_ranks or rank_count(options.parallel))
+        data = store_tokens(folder, data, tokens)
+    checkpoint = resume_point(folder, options, config, data) if continues else None
     options = _with_tokenizer(options, folder, data)
     dropped = check_start(folder / "config.toml", options) if resumes else []
     write_run(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
     if checkpoint is None:
         return PreparedRun(folder, options, config, data, None, weights, tuple(dropped))
-    changes = (*dropped, *described(checkpoint.state["config"], options))
-    before = checkpoint.state["config"]["train"].get("micro_batch")
-    return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes, before)
-
-
-def _read(options: TrainCommand, staging: Path, run: Path | None) -> RunData:
-    """Read the data, and check it. run: the run to continue, which may have kept its tokens."""
-    data = read_data(options.data, staging, (None, None) if run is None else kept_tokens(run, options.data))
-    check_lengths(options, data)
-    if options.data.documents == "mask":
-        for files in data.train.files:
-            check_documents(files)
-    return data
+    before = checkpoint.state["config"]
+    changes = (*dropped, *described(before, options))
+    size = before["train"].get("micro_batch")
+    return PreparedRun(folder, options, config, data, checkpoint.folder, weights, changes, size)
 
 
 def _with_tokenizer(options: TrainCommand, folder: Path, data: RunData) -> TrainCommand:
@@ -93,22 +80,3 @@ def _with_tokenizer(options: TrainCommand, folder: Path, data: RunData) -> Train
     elif name in ("bytes", "chars"):
         name = str(given.paths[0].with_suffix(".json"))
     return replace(options, data=replace(options.data, tokenizer=name))
-
-
-def prepare(options: PrepareCommand) -> str:
-    """Write the token file of `tpfuse prepare` and return a line that describes it. Raise UserError."""
-    if (options.out / "tokens.bin").exists():
-        raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
-    try:
-        read_descriptions((options.out / "tokens.bin",))  # one is there without its tokens if a prepare was interrupted
-    except UserError as error:
-        raise UserError(f"{error}: choose another --out") from None
-    data = options.data
-    if data.path is not None and token_paths(data.path):
-        raise UserError(f"{data.path} holds tokens, which `tpfuse train` reads as they are: give it --data.path")
-    text = find_text(data.path, data.field)
-    try:
-        file = encode_text(options.out, text, build_tokenizer(data.tokenizer, characters([text])), continues=True)
-    except OSError as error:
-        raise UserError(f"cannot write {options.out}: {error.strerror}") from None
-    return f"{file.paths[0]}: {file.count} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}"

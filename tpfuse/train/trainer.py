@@ -401,7 +401,8 @@ class Trainer:
             if any(across):  # the replicas of one stage of a pipeline may share a node, and those of another not
                 powersgd = {"rank": compression.rank, "stage": engine.stage, "across": across}
                 if self.runner is not None:  # another cut or schedule gives a rank other matrices
-                    owned = zip(self.runner.order.rank_of, pipeline_stages(self.options, self.config), strict=True)
+                    stages = pipeline_stages(self.options.parallel, self.config)
+                    owned = zip(self.runner.order.rank_of, stages, strict=True)
                     powersgd["stages"] = [[owner, *stage.layers] for owner, stage in owned]
         sizes = {"dp": self.dp, "cp": self.context.size, "tp": self.tp, "pp": rank_and_size(self.pipeline_group)[1]}
         return {**sizes, "powersgd": powersgd}

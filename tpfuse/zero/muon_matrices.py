@@ -70,12 +70,25 @@ class HiddenMatrix:
 
 
 def hidden_matrices(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, tuple[Rows, ...]]:
+    """Return `block_matrices`. Raise ValueError as that does, and if no rank has such matrices.
+
+    group: the ranks of a pipeline, some of whose stages may be frozen; with it the call is collective.
+    """
+    found = block_matrices(model)
+    if not collectives.on_any_rank(bool(found), model_device(model), group):
+        raise ValueError(
+            "Muon found no matrices of hidden layers, which it looks for in an nn.ModuleList of blocks: name the"
+            ' matrices yourself, as in matrices={"0.weight": 1}'
+        )
+    return found
+
+
+def block_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
     """Return the parameters of a model that hold the matrices of its blocks, by name, with the rows of each matrix.
 
-    The blocks are the modules in an nn.ModuleList. Frozen parameters are left out. group: the ranks of a pipeline, some
-    of whose stages may be frozen; with it the call is collective. Raise ValueError if no rank has such matrices, and
-    for a parameter of a block of which Muon cannot tell what matrices it holds: of more than two dimensions, such as
-    the experts of a mixture in one tensor, or packed in an order that is not known.
+    The blocks are the modules in an nn.ModuleList. Frozen parameters are left out. Raise ValueError for a parameter of
+    a block of which Muon cannot tell what matrices it holds: of more than two dimensions, such as the experts of a
+    mixture in one tensor, or packed in an order that is not known.
     """
     found: dict[str, tuple[Rows, ...]] = {}
     in_blocks = {path for path, _ in model.named_modules() if _in_blocks(model, path)}
@@ -94,11 +107,6 @@ def hidden_matrices(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         if kind != "weight" or parameter.ndim != 2 + (_parts(module) > 1):
             raise ValueError(f"Muon cannot tell what {_described(name, parameter)} is; {_OTHERWISE}")
         found[name] = _rows_of(model, path, module, parameter)
-    if not collectives.on_any_rank(bool(found), model_device(model), group):
-        raise ValueError(
-            "Muon found no matrices of hidden layers, which it looks for in an nn.ModuleList of blocks: name the"
-            ' matrices yourself, as in matrices={"0.weight": 1}'
-        )
     return found
 
 
