@@ -41,7 +41,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import MicroBatch
 from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.options import TrainCommand
-from tpfuse.train.predicted import check_timed, layout_of, program_of, sizes_of, stage_blocks
+from tpfuse.train.predicted import check_timed_model, layout_of, program_of, sizes_of, stage_blocks
 from tpfuse.train.trainer import StepResult
 from tpfuse.zero import muon
 from tpfuse.zero.bucket_updater import BucketUpdater
@@ -430,4 +430,4 @@ def test_models_that_need_values_are_neither_counted_nor_planned() -> None:
     sizes = dataclasses.replace(sizes_of("falcon", config, "bfloat16"), other_weights=0)
     assert sizes.kept == (0, 0) and uncounted(sizes, TPFUSE) == "models whose forward pass depends on values"
     with pytest.raises(UserError, match="falcon: its forward pass depends on values: tpfuse plan does not know"):
-        check_timed(options_of(dtype="bfloat16"), sizes)
+        check_timed_model(sizes)

@@ -1,6 +1,7 @@
 """`tpfuse plan` reads the sizes of a model from presets, TOML files, flags and configurations of Hugging Face."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from tests.support.decoders import FAMILIES, SIZES
 from tests.support.tiers import exhaustive
 from tpfuse.commands.plan.planned import planned_model
 from tpfuse.errors import UserError
-from tpfuse.train.options import PlanCommand
+from tpfuse.train.options import PlanCommand, TrainCommand
+from tpfuse.train.predicted import UNTIMED, check_timed
 
 
 def _folder(path: Path, kind: str, **settings: Any) -> Path:
@@ -64,9 +66,7 @@ def test_a_file_of_a_run_gives_its_model_and_its_dtypes(tmp_path: Path) -> None:
     ("text", "error"),
     [
         ('[train]\ndtype = "float64"', "train.dtype float64: tpfuse plan knows float32, bfloat16, float16"),
-        ('[train]\nautocast = "bfloat16"', "train.autocast bfloat16: tpfuse plan does not know its cost"),
         ('[zero]\noffload = "host"', "zero.offload host: tpfuse plan does not know its cost"),
-        ('[zero]\ncompression = "bf16"', "zero.compression bf16: tpfuse plan does not know its cost"),
         ("{", "config.json: Expecting property name"),
         ("[]", "config.json: it is no JSON object"),
         ('{"model_type": "nonsense"}', "model_type is 'nonsense': expected a model that transformers knows"),
@@ -94,3 +94,14 @@ def test_broken_and_unsupported_configurations_are_refused(text: str, error: str
     file.write_text(text)
     with pytest.raises(UserError, match=error):
         planned_model(PlanCommand(model=str(file)))
+
+
+@pytest.mark.parametrize("option", UNTIMED)
+def test_options_of_unknown_cost_are_refused(option: str) -> None:
+    usual, (section, name) = TrainCommand(), option.split(".")
+    own = getattr(usual, section)
+    value = {False: True, 1: 2, "none": "bf16"}[getattr(own, name)]
+    given = option if value is True else f"{option} {value}"
+    check_timed(usual)
+    with pytest.raises(UserError, match=f"^{given}: tpfuse plan does not know its cost yet: leave it out$"):
+        check_timed(replace(usual, **{section: replace(own, **{name: value})}))

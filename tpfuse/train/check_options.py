@@ -80,13 +80,10 @@ def _check_ranges(options: TrainCommand) -> None:
     check_timeout(options.comm.timeout)
     if not -(2**63) <= train.seed < 2**63:
         raise UserError(f"--train.seed {train.seed}: expected a number of 64 bits with a sign")
-    for option, name, value in (
-        ("optim.beta1", "beta1", optim.beta1),
-        ("optim.beta2", "beta2", optim.beta2),
-        ("data.val-fraction", "fraction", options.data.val_fraction),
-    ):
+    below_one = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2, "data.val-fraction": options.data.val_fraction}
+    for name, value in below_one.items():
         if not 0.0 <= value < 1.0:
-            raise UserError(f"--{option} {value}: expected 0 <= {name} < 1")
+            raise UserError(f"--{name} {value}: expected at least 0, and below 1")
 
 
 def check_timeout(seconds: float) -> None:

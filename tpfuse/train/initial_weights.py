@@ -103,9 +103,10 @@ def _is_huggingface(folder: Path) -> bool:
 
 
 def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
-    """Return the source that an option names; None if no option was given. config: the model of the options.
+    """Check the files of the source that an option names, and return it; None if no option was given.
 
-    Raise as `decoder_source` and `_initial_source` do.
+    Warn of tensors in them that the model does not have. config: the model of the options. Raise UserError if it is not
+    the source's, and CheckpointError if all checkpoints are damaged.
     """
     if options.model.from_ is not None:
         return decoder_source(options.model.from_, config)
@@ -115,10 +116,7 @@ def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
 
 
 def decoder_source(folder: Path, config: ModelConfig) -> Source:
-    """Check the files of a model of transformers, and return them. Warn of tensors in them that the model lacks.
-
-    Raise UserError.
-    """
+    """Return the source of --model.from, as `find_source` does."""
     weighted = any((*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*.bin")))
     if weighted:
         with refusing("--model.from "):
@@ -129,10 +127,7 @@ def decoder_source(folder: Path, config: ModelConfig) -> Source:
 
 
 def _initial_source(folder: Path, model: ModelOptions, dtype: str) -> Source:
-    """Check the files of a run or of a GPT-2 of Hugging Face, and return them. Warn of tensors that a GPT lacks.
-
-    Raise UserError if the options mean another model, and CheckpointError if all checkpoints are damaged.
-    """
+    """Return the source of --init-from, a run or a GPT-2 of Hugging Face, as `find_source` does."""
     if _is_huggingface(folder):
         with refusing("--init-from "):
             pretrained = open_pretrained(folder)

@@ -4,6 +4,7 @@ A run is predicted if `tpfuse.plan.hardware` describes its GPUs and the model of
 """
 
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import torch
 
@@ -18,6 +19,8 @@ from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages, sta
 from tpfuse.train.rank_model import MODELS, ModelConfig
 
 _TIMED = ("float32", "bfloat16", "float16")  # the dtypes whose rates are known
+UNTIMED = ("train.autocast", "train.offload_activations", "zero.offload", "zero.compression", "parallel.replicas")
+"""The options whose cost the model of cost does not know."""
 
 
 @dataclass(frozen=True)
@@ -65,33 +68,34 @@ def prediction(options: TrainCommand, config: ModelConfig, gpu: str, memory: int
         return None
     layout = layout_of(options)
     try:
+        check_timed(options)
         sizes = sizes_of("the model", config, options.train.dtype)
+        check_timed_model(sizes)
         program = program_of(options, config.n_head)
-        check_timed(options, sizes)
     except UserError:
         return None
     cluster = Cluster(known, layout.ranks, per_node, parse_network(PlanCommand.network))
     return Prediction(sizes, layout, cluster, program, stage_blocks(options, config))
 
 
-def check_timed(options: TrainCommand, sizes: ModelSizes | None = None) -> None:
-    """Raise UserError for options and models whose times the model of cost does not know."""
-    train, zero, parallel = options.train, options.zero, options.parallel
-    if train.dtype not in _TIMED:
-        raise UserError(f"train.dtype {train.dtype}: tpfuse plan knows {', '.join(_TIMED)}")
-    unknown = {"train.autocast": train.autocast, "zero.offload": zero.offload, "zero.compression": zero.compression}
-    for name, value in unknown.items():
-        if value != "none":
-            raise UserError(f"{name} {value}: tpfuse plan does not know its cost yet: leave it out")
-    if train.offload_activations:
-        raise UserError("train.offload_activations: tpfuse plan does not know its cost yet: leave it out")
-    if parallel.replicas != 1:
-        raise UserError(f"parallel.replicas {parallel.replicas}: tpfuse plan does not know its cost yet: leave it out")
-    if sizes is not None and not all(sizes.kept):
+def check_timed(options: TrainCommand) -> None:
+    """Raise UserError for options whose times the model of cost does not know."""
+    if options.train.dtype not in _TIMED:
+        raise UserError(f"train.dtype {options.train.dtype}: tpfuse plan knows {', '.join(_TIMED)}")
+    for name in UNTIMED:
+        value, usual = map(attrgetter(name), (options, TrainCommand()))
+        if value != usual:
+            given = name if value is True else f"{name} {value}"
+            raise UserError(f"{given}: tpfuse plan does not know its cost yet: leave it out")
+
+
+def check_timed_model(sizes: ModelSizes) -> None:
+    """Raise UserError for a model whose times the model of cost does not know."""
+    if not all(sizes.kept):
         raise UserError(
             f"{sizes.name}: its forward pass depends on values: tpfuse plan does not know the memory of its activations"
         )
-    if sizes is not None and sizes.other_weights:
+    if sizes.other_weights:
         raise UserError(
             f"{sizes.name}: a block is not attention with an MLP: tpfuse plan does not know the times of mixtures of"
             " experts and other blocks; `tpfuse memory` counts their parameters"

@@ -15,10 +15,10 @@ from tpfuse.train.saved_state import saved_state
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether a run has a checkpoint, and warn if it has none."""
-    if found := bool(checkpoint_folders(folder)):
-        return found
-    warn(f"{folder} has no checkpoint yet: starting from step 0")
-    return False
+    found = bool(checkpoint_folders(folder))
+    if not found:
+        warn(f"{folder} has no checkpoint yet: starting from step 0")
+    return found
 
 
 def resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data: RunData) -> Checkpoint:

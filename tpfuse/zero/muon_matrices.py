@@ -69,20 +69,6 @@ class HiddenMatrix:
             yield tuple(index), tuple((a + start, b + start) for (a, b), start in zip(inside, at, strict=True))
 
 
-def hidden_matrices(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, tuple[Rows, ...]]:
-    """Return `block_matrices`. Raise ValueError as that does, and if no rank has such matrices.
-
-    group: the ranks of a pipeline, some of whose stages may be frozen; with it the call is collective.
-    """
-    found = block_matrices(model)
-    if not collectives.on_any_rank(bool(found), model_device(model), group):
-        raise ValueError(
-            "Muon found no matrices of hidden layers, which it looks for in an nn.ModuleList of blocks: name the"
-            ' matrices yourself, as in matrices={"0.weight": 1}'
-        )
-    return found
-
-
 def block_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
     """Return the parameters of a model that hold the matrices of its blocks, by name, with the rows of each matrix.
 
@@ -107,6 +93,20 @@ def block_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
         if kind != "weight" or parameter.ndim != 2 + (_parts(module) > 1):
             raise ValueError(f"Muon cannot tell what {_described(name, parameter)} is; {_OTHERWISE}")
         found[name] = _rows_of(model, path, module, parameter)
+    return found
+
+
+def hidden_matrices(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, tuple[Rows, ...]]:
+    """Return `block_matrices`. Raise ValueError as that does, and if no rank has such matrices.
+
+    group: the ranks of a pipeline, some of whose stages may be frozen; with it the call is collective.
+    """
+    found = block_matrices(model)
+    if not collectives.on_any_rank(bool(found), model_device(model), group):
+        raise ValueError(
+            "Muon found no matrices of hidden layers, which it looks for in an nn.ModuleList of blocks: name the"
+            ' matrices yourself, as in matrices={"0.weight": 1}'
+        )
     return found
 
 

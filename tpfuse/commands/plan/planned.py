@@ -12,7 +12,7 @@ from tpfuse.train.memory import model_arguments, vocabulary
 from tpfuse.train.model_options import model_config
 from tpfuse.train.option_marks import suited
 from tpfuse.train.options import PlanCommand, TrainCommand
-from tpfuse.train.predicted import check_timed, program_of, sizes_of
+from tpfuse.train.predicted import check_timed, check_timed_model, program_of, sizes_of
 from tpfuse.train.rank_model import parameter_count
 
 PER_NODE = 8  # GPUs of a node by default
@@ -61,7 +61,7 @@ def planned_model(command: PlanCommand) -> PlannedModel:
     size = vocabulary(options, command.vocab_size)
     config = model_config(undivided, size)
     sizes = sizes_of(_name(command), config, options.train.dtype)
-    check_timed(undivided, sizes)
+    check_timed_model(sizes)
     program = program_of(undivided, config.n_head)
     return PlannedModel(tuple(arguments), options, size, sizes, program, parameter_count(config))
 
