@@ -49,6 +49,10 @@ from tpfuse.zero.parameter_takeover import partial_gradients
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.unit_updater import UnitUpdater
 
+_CHOICES = {"gradient_dtype": GradientDtype, "reduce_dtype": GradientDtype, "accumulate": Accumulate}
+# The arguments of `shard` that some stages lack: the default, and the stages that have them.
+_STAGES = {"replicas": (1, (3,)), "gradient_dtype": ("float32", (0, 1, 2)), "compression": (None, (0, 1, 2))}
+
 
 def shard(
     model: nn.Module,
@@ -109,32 +113,10 @@ def shard(
     that two units share). Raise ValueError on every rank if data-parallel ranks have parameters of other names, shapes
     or dtypes. Raise PeerTimeout.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"shard got {shown(model)}: expected the model, an nn.Module, since the names and the modules of its"
-            " parameters matter too"
-        )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("shard got a model in DDP, which it replaces: expected the model, its .module")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
-    for name, choice, kind in (
-        ("gradient_dtype", gradient_dtype, GradientDtype),
-        ("reduce_dtype", reduce_dtype or gradient_dtype, GradientDtype),
-        ("accumulate", accumulate, Accumulate),
-    ):
-        if choice not in get_args(kind):
-            names = " or ".join(f'"{each}"' for each in get_args(kind))
-            raise ValueError(f"shard: {name} is {shown(choice)}: expected {names}")
-    for name, given, usual, stages in (
-        ("replicas", replicas, 1, (3,)),
-        ("gradient_dtype", gradient_dtype, "float32", (0, 1, 2)),
-        ("compression", compression, None, (0, 1, 2)),
-    ):
-        if given != usual and stage not in stages:
-            raise ValueError(f"shard: {name} is not for stage {stage}: expected stage {' or '.join(map(str, stages))}")
-    _check_mesh(mesh)
-    _check_tensor_parallel(model, mesh)
+    _check(
+        model, mesh, stage, replicas=replicas, gradient_dtype=gradient_dtype,
+        reduce_dtype=reduce_dtype or gradient_dtype, accumulate=accumulate, compression=compression,
+    )  # fmt: skip
     hidden = matrices_of(model, matrices or {})
     shared = SharedParameters() if shared is None else shared
     if shared.ends is not None and "pp" not in (mesh.mesh_dim_names or () if mesh else ()):
@@ -223,6 +205,28 @@ def adamw(
         engine.move_shards(store)
     optimizer = UnitUpdater if isinstance(engine, FullySharded) else BucketUpdater
     return optimizer(engine, store=None if offload == "none" else store, **options)
+
+
+def _check(model: object, mesh: DeviceMesh | None, stage: int, **given: object) -> None:
+    """Raise ValueError for arguments of `shard` of another kind, or that the stage or the mesh cannot have."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"shard got {shown(model)}: expected the model, an nn.Module, since the names and the modules of its"
+            " parameters matter too"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("shard got a model in DDP, which it replaces: expected the model, its .module")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
+    for name, kind in _CHOICES.items():
+        if given[name] not in get_args(kind):
+            names = " or ".join(f'"{each}"' for each in get_args(kind))
+            raise ValueError(f"shard: {name} is {shown(given[name])}: expected {names}")
+    for name, (usual, stages) in _STAGES.items():
+        if given[name] != usual and stage not in stages:
+            raise ValueError(f"shard: {name} is not for stage {stage}: expected stage {' or '.join(map(str, stages))}")
+    _check_mesh(mesh)
+    _check_tensor_parallel(model, mesh)
 
 
 def _check_mesh(mesh: object) -> None:
