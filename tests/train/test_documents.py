@@ -12,7 +12,7 @@ import tokenizers
 import torch
 
 from tests.support.command import Commands
-from tests.support.decoders import exact
+from tests.support.decoders import decoder, exact
 from tests.support.tiers import exhaustive
 from tests.support.training import check_same, decoder_config, new_trainer, options_of, ranks_of, whole_weights
 from tpfuse.models.gpt import GPTConfig
@@ -151,3 +151,11 @@ def test_every_layout_of_a_decoder_masks_as_one_rank(family: str, layout: dict[s
     alone = pool(1).run(masked, options_of(batch=4), config, 3)[0]
     for found in pool(ranks_of(options)).run(masked, options, config, 3):
         check_same(found, alone, 1e-9)
+
+
+def test_a_model_that_cannot_mask_is_refused_before_a_run_starts(tmp_path: Path, commands: Commands) -> None:
+    decoder("bloom", torch.float32).config.save_pretrained(tmp_path / "bloom")
+    words = "train", "--model.from", str(tmp_path / "bloom"), "--out", str(tmp_path / "run"), "--data.documents", "mask"
+    said = commands.fail(*words)
+    assert f"--model.from {tmp_path / 'bloom'}: --data.documents mask: BloomForCausalLM does not use" in said
+    assert said.endswith(": give --data.documents attend") and not (tmp_path / "run").exists()
