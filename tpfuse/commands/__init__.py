@@ -1,1 +1,1 @@
-"""Commands of `tpfuse` that read what training has written, or plan what it will do; `tpfuse.cli` calls them."""
+"""Commands of `tpfuse` that prepare tokens, read what training has written, or plan it; `tpfuse.cli` calls them."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tpfuse.checkpoint.checkpoint import Checkpoint, checkpoint_folders, newest_good
+from tpfuse.checkpoint.checkpoint import Checkpoint, newest_good
 from tpfuse.errors import UserError
 from tpfuse.train.continuation import check_schedule
 from tpfuse.train.data import RunData
@@ -11,14 +11,6 @@ from tpfuse.train.messages import warn
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.rank_model import ModelConfig
 from tpfuse.train.saved_state import saved_state
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Return whether a run has a checkpoint, and warn if it has none."""
-    found = bool(checkpoint_folders(folder))
-    if not found:
-        warn(f"{folder} has no checkpoint yet: starting from step 0")
-    return found
 
 
 def resume_point(folder: Path, options: TrainCommand, config: ModelConfig, data: RunData) -> Checkpoint:

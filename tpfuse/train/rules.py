@@ -1,6 +1,7 @@
 """Options of `tpfuse train` that exclude each other: one table, which is the check and a part of docs/training.md."""
 
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import NamedTuple
 
 from tpfuse.errors import UserError
 from tpfuse.train.options import TrainCommand
@@ -63,13 +64,9 @@ def forbids_graph(options: TrainCommand) -> bool:
 def _given(options: TrainCommand, option: str) -> str:
     """Return the option as it was given, if it has one of the values that a rule means, and else ""."""
     flag, *meant = option.split()
-    section, name = flag.removeprefix("--").replace("-", "_").split(".")
-    value, usual = (_value(getattr(each, section), name) for each in (options, _USUAL))
+    path = flag.removeprefix("--").replace("-", "_").replace(".from", ".from_")
+    value, usual = map(attrgetter(path), (options, _USUAL))
     if not meant:
         return flag if value != usual else ""
     found = any(value >= int(word[:-1]) if word.endswith("+") else value == word for word in meant)
     return "" if not found else flag if value == "yes" else f"{flag} {value}"
-
-
-def _value(section: object, name: str) -> Any:
-    return getattr(section, f"{name}_" if name == "from" else name)

@@ -43,15 +43,21 @@ def run_folder(out: Path | None, *, resumes: bool) -> Path:
 
 @contextlib.contextmanager
 def staging(folder: Path, *, resumes: bool) -> Iterator[Path]:
-    """Yield a hidden folder for tokens beside that of a run, which is removed.
+    """Yield a hidden folder for tokens beside that of a run, which is locked, and removed with what is in it then.
 
     If the block fails, nothing is left of a new run, also after SIGTERM. Raise UserError for a folder that cannot be
     written, and where the block finds damaged tokens.
     """
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that no tokens are left
     try:
-        with _hidden(_place(folder)) as hidden:
+        hidden = Path(tempfile.mkdtemp(prefix=_STAGING, dir=_place(folder)))
+        descriptor = _flock(hidden)
+        try:
             yield hidden
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+            if descriptor is not None:
+                os.close(descriptor)
     except DamagedTokens as error:
         raise UserError(str(error)) from None
     except OSError as error:
@@ -74,21 +80,8 @@ def _place(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
-@contextlib.contextmanager
-def _hidden(place: Path) -> Iterator[Path]:
-    """Make a hidden folder for tokens, which is locked, and remove it with what is in it then. Raise OSError."""
-    folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=place))
-    descriptor = _flock(folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if descriptor is not None:
-            os.close(descriptor)
-
-
 def _remove_left(place: Path) -> None:
-    """Remove the folders of `_hidden` whose process was killed, if the file system tells by its locks."""
+    """Remove the folders of `staging` whose process was killed, if the file system tells by its locks."""
     for folder in place.glob(f"{_STAGING}*"):
         with contextlib.suppress(UserError, OSError):
             if (descriptor := _flock(folder)) is not None:

@@ -3,16 +3,18 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpfuse.checkpoint.checkpoint import checkpoint_folders
 from tpfuse.train.check_options import check_kernels, check_options
 from tpfuse.train.continuation import check_start, described
 from tpfuse.train.data import RunData, read_data
 from tpfuse.train.data_checks import check_data
 from tpfuse.train.initial_weights import find_source
+from tpfuse.train.messages import warn
 from tpfuse.train.model_options import check_offload, model_config
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.pipeline_options import rank_count
 from tpfuse.train.rank_model import ModelConfig
-from tpfuse.train.resume_point import has_checkpoint, resume_point
+from tpfuse.train.resume_point import resume_point
 from tpfuse.train.run_folder import run_folder, staging, store_tokens, write_run
 
 
@@ -45,7 +47,9 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     resumes = options.resume == "yes"
     folder = run_folder(options.out, resumes=resumes)
     run = folder if resumes else None
-    continues = run is not None and has_checkpoint(run)
+    continues = resumes and bool(checkpoint_folders(folder))
+    if resumes and not continues:
+        warn(f"{folder} has no checkpoint yet: starting from step 0")
     # Checks that need no text come first: reading a large text takes long.
     config = model_config(options, 1, run)
     source = None if continues else find_source(options, config)
