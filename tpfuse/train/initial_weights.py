@@ -19,7 +19,7 @@ from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
 from tpfuse.train.decoder_config import DecoderConfig
 from tpfuse.train.messages import warn
-from tpfuse.train.options import ModelOptions, TrainCommand
+from tpfuse.train.options import ModelOptions
 from tpfuse.train.rank_model import MODELS, ModelConfig
 from tpfuse.train.saved_state import fits, open_run, saved_state
 from tpfuse.train.tokenizer import Tokenizer
@@ -102,17 +102,15 @@ def _is_huggingface(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def find_source(options: TrainCommand, config: ModelConfig) -> Source | None:
+def find_source(model: ModelOptions, init_from: Path | None, dtype: str, config: ModelConfig) -> Source | None:
     """Check the files of the source that an option names, and return it; None if no option was given.
 
-    Warn of tensors in them that the model does not have. config: the model of the options. Raise UserError if it is not
-    the source's, and CheckpointError if all checkpoints are damaged.
+    Warn of tensors in them that the model does not have. dtype: of parameters. config: the model of the options. Raise
+    UserError if it is not the source's, and CheckpointError if all checkpoints are damaged.
     """
-    if options.model.from_ is not None:
-        return decoder_source(options.model.from_, config)
-    if options.init_from is not None:
-        return _initial_source(options.init_from, options.model, options.train.dtype)
-    return None
+    if model.from_ is not None:
+        return decoder_source(model.from_, config)
+    return None if init_from is None else _initial_source(init_from, model, dtype)
 
 
 def decoder_source(folder: Path, config: ModelConfig) -> Source:

@@ -10,15 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
 from tpfuse.checkpoint.durable import replace_file
 from tpfuse.comm.stacks import remove_stacks
 from tpfuse.errors import UserError
-from tpfuse.train.config import resolved
 from tpfuse.train.data import RunData, store
-from tpfuse.train.options import TrainCommand
 from tpfuse.train.token_file import DamagedTokens
 from tpfuse.train.tokenizer import Tokenizer
 
@@ -119,11 +118,11 @@ def _flock(folder: Path) -> int | None:
         return None
 
 
-def write_run(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
-    """Write what a run has beside its tokens and checkpoints. Raise UserError."""
+def write_run(folder: Path, options: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Write what a run has beside its tokens and checkpoints: its resolved options too. Raise UserError."""
     try:
         remove_stacks(folder)
-        replace_file(folder / "config.toml", tomli_w.dumps(resolved(options)))
+        replace_file(folder / "config.toml", tomli_w.dumps(options))
         replace_file(folder / "tokenizer.json", json.dumps(tokenizer.as_json()))
     except OSError as error:
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None

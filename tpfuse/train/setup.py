@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tpfuse.checkpoint.checkpoint import checkpoint_folders
 from tpfuse.train.check_options import check_kernels, check_options
+from tpfuse.train.config import resolved
 from tpfuse.train.continuation import check_start, described
 from tpfuse.train.data import RunData, read_data
 from tpfuse.train.data_checks import check_data
@@ -52,7 +53,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
         warn(f"{folder} has no checkpoint yet: starting from step 0")
     # Checks that need no text come first: reading a large text takes long.
     config = model_config(options, 1, run)
-    source = None if continues else find_source(options, config)
+    source = None if continues else find_source(options.model, options.init_from, options.train.dtype, config)
     with staging(folder, resumes=resumes) as tokens:
         data = read_data(options.data, tokens, run)
         check_data(data, options.data, options.model.n_positions, evaluates=options.train.eval_every > 0)
@@ -64,7 +65,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Prepar
     checkpoint = resume_point(folder, options, config, data) if continues else None
     options = _with_tokenizer(options, folder, data)
     dropped = check_start(folder / "config.toml", options) if resumes else []
-    write_run(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
+    write_run(folder, resolved(options), data.train.tokenizer)  # comes last, so that everything it names exists
     if checkpoint is None:
         return PreparedRun(folder, options, config, data, None, weights, tuple(dropped))
     before = checkpoint.state["config"]
