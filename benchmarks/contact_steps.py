@@ -34,6 +34,7 @@ from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
 from tpfuse.tools import doctor, tune, verify
 from tpfuse.tools import operators as cases
 from tpfuse.tools.assembler import newer_ptxas, packaged
+from tpfuse.tools.machine import Machine
 from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
 from tpfuse.tools.search import Tuner
@@ -185,7 +186,7 @@ def make_row(name: str, work: Callable[[Rows], Row], rows: Rows) -> None:
 
 def tell_device(plan: Plan, rows: Rows) -> Row:
     """Return the device, versions, commit and command, and the properties of the machine."""
-    findings = [asdict(finding) for finding in doctor.examine(doctor.Machine())]
+    findings = [asdict(finding) for finding in doctor.examine(Machine())]
     return provenance() | {"seed": plan.seed, "findings": findings}
 
 

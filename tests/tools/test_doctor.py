@@ -22,7 +22,9 @@ import triton
 from tpfuse import cli
 from tpfuse.errors import RunError
 from tpfuse.tools import doctor
-from tpfuse.tools.doctor import Machine, VisibleGpu, profiler
+from tpfuse.tools import machine as facts
+from tpfuse.tools.doctor import profiler
+from tpfuse.tools.machine import Machine, VisibleGpu
 
 GIB = 2**30
 GPUS = [VisibleGpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), f"0000-{number}") for number in range(8)]
@@ -291,7 +293,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "self" in machine.names("proc") and machine.names("no such folder") == []
     assert machine.output(sys.executable, "-c", "print(1)") == "1\n"
     assert machine.output(sys.executable, "-c", "exit(1)") is None and machine.output("no such command") is None
-    monkeypatch.setattr(doctor, "_PATIENCE", 0.05)
+    monkeypatch.setattr(facts, "_PATIENCE", 0.05)
     assert machine.output("sleep", "5") is None
     for folder in ("2024.1.1", "2025.3.1"):
         place = tmp_path / "opt/nvidia/nsight-systems" / folder / "bin"
@@ -331,7 +333,7 @@ def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     assert Machine().shared_memory() == ""
-    monkeypatch.setattr(doctor, "_OPEN", "raise PermissionError")
+    monkeypatch.setattr(facts, "_OPEN", "raise PermissionError")
     assert "another process cannot open /proc/" in Machine().shared_memory()
     monkeypatch.setattr(os, "posix_fallocate", refused)
     assert "not permitted" in Machine().shared_memory()
@@ -359,7 +361,7 @@ def test_facts_that_torch_reports_about_gpus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=first: (7 + 2 * device.index, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one == 0)
-    monkeypatch.setattr(doctor.CudaCalls, "why_not", lambda calls: "")
+    monkeypatch.setattr(facts.CudaCalls, "why_not", lambda calls: "")
     machine = Machine()
     old, new = machine.gpus()
     assert old == VisibleGpu("GPU 0", GIB, (7, 0), "id-0", "GPU 0: the kernels need compute capability 8.0 or newer")
@@ -368,7 +370,7 @@ def test_facts_that_torch_reports_about_gpus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     assert machine.gpu_obstacle([old, new]) == "kernels of a group need GPUs of one model, not GPU 0 and GPU 1"
     assert machine.gpu_obstacle([new, new]) == ""
-    monkeypatch.setattr(doctor.CudaCalls, "why_not", lambda calls: "torch is old")
+    monkeypatch.setattr(facts.CudaCalls, "why_not", lambda calls: "torch is old")
     assert machine.gpu_obstacle([old, new]) == "torch is old"
     for name in ("init", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, fail)
@@ -384,7 +386,7 @@ def test_signals_between_gpus_are_tried(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA driver error: not supported\nmore")
 
-    monkeypatch.setattr(doctor, "INTERPRETED", False)
+    monkeypatch.setattr(facts, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for call, replacement, reason in (
@@ -393,7 +395,7 @@ def test_signals_between_gpus_are_tried(monkeypatch: pytest.MonkeyPatch) -> None
     ):  # fmt: skip
         with monkeypatch.context() as changes:
             changes.setattr(torch, "device", lambda kind, number: cpu)
-            changes.setattr(doctor.CudaCalls, call, replacement, raising=False)
+            changes.setattr(facts.CudaCalls, call, replacement, raising=False)
             assert Machine().lost_signal(GPUS[:2]) == (f"cpu to cpu ({reason})" if reason else "")
 
 
@@ -403,10 +405,10 @@ def test_facts_about_software(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.versions()["nccl"] == "2.28.3"
     required = ["numpy", 'triton==3.7.1; platform_system == "Linux"', "tritonclient==1.0"]
     for requirements, version in ((required, "3.7.1"), (None, "")):
-        monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda package, found=requirements: found)
+        monkeypatch.setattr(facts.importlib.metadata, "requires", lambda package, found=requirements: found)
         assert machine.versions()["pinned"] == version
     for said, number in (("12040", "12.4"), ("?", "")):
-        monkeypatch.setattr(doctor, "driver", lambda said=said: said)
+        monkeypatch.setattr(facts, "driver", lambda said=said: said)
         assert machine.versions()["driver"] == number
 
 

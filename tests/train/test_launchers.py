@@ -13,6 +13,7 @@ from tests.support.command import Command, losses
 from tpfuse.cli import COMMANDS, run
 from tpfuse.errors import UserError
 from tpfuse.tools import doctor
+from tpfuse.tools.machine import Machine
 from tpfuse.train.launchers import LAUNCHERS, launched, several
 
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -144,7 +145,7 @@ def test_every_command_says_what_several_processes_do(
 
 def test_the_doctor_says_what_it_sees() -> None:
     def said(words: str) -> list[tuple[str, str]]:
-        machine = doctor.Machine(environment=_variables(words))
+        machine = Machine(environment=_variables(words))
         return [(status, text) for status, text, *_ in doctor._environment(machine, False)]
 
     assert said("") == []

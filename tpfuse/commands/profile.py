@@ -77,7 +77,8 @@ def _tool(options: ProfileCommand) -> str:
     """Return the path of the profiler's program. Raise UserError if it cannot record here."""
     if options.with_ == "trace":
         return ""
-    from tpfuse.tools.doctor import Machine, profiler  # torch takes seconds
+    from tpfuse.tools.doctor import profiler  # torch takes seconds
+    from tpfuse.tools.machine import Machine
 
     path, problem = profiler(Machine(), options.with_)
     if problem:

@@ -34,6 +34,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.testing.one_process import OneProcess
 from tpfuse.tools import doctor
 from tpfuse.tools import operators as cases
+from tpfuse.tools.machine import Machine
 from tpfuse.tools.operator import OneRank, Shape, Trial
 from tpfuse.tools.rank_programs import ALONE, PROGRAMS, VARIANTS
 from tpfuse.tools.recorded import DTYPES
@@ -83,7 +84,7 @@ def compare(operator: str, case: Shape, dtype: str, device: torch.device) -> Com
 
 
 def compare_program(operator: str, case: OneRank, dtype: str, device: torch.device) -> Comparison:
-    """Run a program with each of its sets of inputs in a group of one rank."""
+    """Run a program with all its variants of inputs in a group of one rank."""
 
     def measured(memory: SymmetricMemory) -> list[tuple[str, float, float]]:
         program, found = PROGRAMS[case.program](memory, replace(ALONE, dtype=DTYPES[dtype])), []
@@ -222,7 +223,7 @@ def verify(operators: Sequence[str]) -> Verification:
     gpu = torch.cuda.is_available()
     comparisons, training = (compare_here if gpu or INTERPRETED else compare_in_subprocess)(operators)
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
-    return Verification(doctor.examine(doctor.Machine()), device, comparisons, training)
+    return Verification(doctor.examine(Machine()), device, comparisons, training)
 
 
 def document(verification: Verification) -> dict[str, Any]:
