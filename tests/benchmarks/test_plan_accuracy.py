@@ -8,23 +8,17 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import Row
+from benchmarks.measured_runs import DATA, MeasuredRun, b200, fitted_link, megatron, torchtitan, vtrain
 from benchmarks.plan_accuracy import (
-    DATA,
-    MeasuredRun,
-    b200,
     constant_rate,
-    fitted_link,
     fitted_share,
     held_out,
     measured_seconds,
-    megatron,
     newest,
     page,
     published_table,
     pure_dp,
     regrets,
-    torchtitan,
-    vtrain,
     vtrain_table,
 )
 from tpfuse.plan import communication

@@ -60,7 +60,7 @@ class ModelSizes:
 
     @property
     def block_weights(self) -> int:
-        """Return the number of elements of the matrices of a block."""
+        """Return the number of elements in a block's matrices."""
         return self.other_weights + sum(rows * columns for rows, columns in self.block_matrices)
 
     @property
@@ -72,7 +72,7 @@ class ModelSizes:
 
     @property
     def table_parameters(self) -> int:
-        """Return the number of elements of the embedding of tokens, which are those of the head too."""
+        """Return the number of elements in the embedding of tokens, and in the head."""
         return self.vocabulary * self.width
 
     @property
@@ -145,7 +145,7 @@ class RankLayout:
 class TrainingProgram:
     """The kernels of a training program, what it overlaps, and the bytes of its numbers.
 
-    `TPFUSE` is ours. `benchmarks.plan_accuracy` describes others, to compare predictions with their measurements.
+    `TPFUSE` is ours. `benchmarks.measured_runs` describes others, to compare predictions with their measurements.
     """
 
     name: str
@@ -197,7 +197,7 @@ class TrainingProgram:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of an element of a sum of gradients, and of a master: at least 4."""
+        """Return the bytes that a summed gradient, and a master, take for each element: at least 4."""
         return max(self.parameter_bytes, 4)
 
     @property
