@@ -1,8 +1,6 @@
-"""Hugging Face's transformers: its models, their weights, its attention interfaces, and styles for its `tp_plan`.
+"""Hugging Face's transformers: its models, their weights, and its attention interfaces.
 
-This is the one module that knows transformers; it imports it inside functions, when a model of it is converted. In a
-`tp_plan` packed projections keep transformers' styles, since its loader knows no weights of another shape than in the
-file.
+This is the one module that knows transformers; it imports it inside functions, when a model of it is converted.
 """
 
 import importlib.util
@@ -18,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 
 from tpfuse.drop_in import context_proof, kept_activations
 from tpfuse.drop_in.causal_loss import causal_loss
@@ -40,7 +37,7 @@ from tpfuse.drop_in.outputs import whole_states
 from tpfuse.drop_in.parallel_forward import ParallelForward
 from tpfuse.drop_in.sharded_tokens import ShardedTokens, sharded_tokens
 from tpfuse.drop_in.structure import decoders
-from tpfuse.drop_in.styles import FusedColwiseParallel, FusedRowwiseParallel
+from tpfuse.drop_in.styles import PLAN_STYLES
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.pipeline.cut import Stage
 
@@ -110,7 +107,7 @@ def conversions(whole: nn.Module) -> tuple[list[Any], list[Any]]:
 
 
 def without_ignored(whole: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the names of tensors in files, which the model does not have, without those that transformers ignores.
+    """Return those names of tensors in files, unknown to the model, that transformers does not ignore.
 
     It tells nobody of the frequencies and positions that its older releases stored, and of what a model's class names.
     """
@@ -161,7 +158,7 @@ def register() -> None:
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
     AttentionInterface.register(kept_activations.COUNTED, kept_activations.attention)  # without a mask
-    for name, style in _STYLES.items():
+    for name, style in PLAN_STYLES.items():
         ParallelInterface.register(name, style)  # type: ignore[arg-type]
 
 
@@ -400,26 +397,3 @@ def _attention(
     if attention_mask.unseeing is not None:
         out = out.masked_fill(attention_mask.unseeing[..., None, None], 0)
     return out, None
-
-
-class _PlanStyle:
-    """A style of transformers' `tp_plan`, which loads the shards that DTensors describe."""
-
-    def __init__(self, style: FusedColwiseParallel | FusedRowwiseParallel) -> None:
-        self.install_forward = style._apply  # (module, mesh); it checks the module and shards its parameters too
-
-    def validate_param(
-        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
-    ) -> None:
-        """Do nothing: transformers calls this for each parameter, and `install_forward` for their module."""
-
-    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Do nothing."""
-
-
-_STYLES = {
-    "tpfuse_colwise": _PlanStyle(FusedColwiseParallel()),
-    "tpfuse_colwise_gather_output": _PlanStyle(FusedColwiseParallel(output_layouts=Replicate())),
-    "tpfuse_rowwise": _PlanStyle(FusedRowwiseParallel()),
-    "tpfuse_embedding_rowwise": _PlanStyle(FusedRowwiseParallel(input_layouts=Replicate())),
-}

@@ -364,3 +364,29 @@ class WholeSequences(ParallelStyle):
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim), with_kwargs=True)
         return module
+
+
+class _PlanStyle:
+    """A style of transformers' `tp_plan`, which loads the shards that DTensors describe.
+
+    Packed projections keep transformers' styles: its loader knows only weights of the shapes in the file.
+    """
+
+    def __init__(self, style: FusedColwiseParallel | FusedRowwiseParallel) -> None:
+        self.install_forward = style._apply  # (module, mesh); it checks the module and shards its parameters too
+
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Do nothing: transformers calls this for each parameter, and `install_forward` for their module."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Do nothing."""
+
+
+PLAN_STYLES = {
+    "tpfuse_colwise": _PlanStyle(FusedColwiseParallel()),
+    "tpfuse_colwise_gather_output": _PlanStyle(FusedColwiseParallel(output_layouts=Replicate())),
+    "tpfuse_rowwise": _PlanStyle(FusedRowwiseParallel()),
+    "tpfuse_embedding_rowwise": _PlanStyle(FusedRowwiseParallel(input_layouts=Replicate())),
+}
