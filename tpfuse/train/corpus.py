@@ -18,9 +18,10 @@ import numpy as np
 from tqdm import tqdm
 
 from tpfuse.errors import UserError, hub_hint, of_disk
+from tpfuse.train.file_patterns import folders_of, is_pattern, matches
 from tpfuse.train.messages import warn
 from tpfuse.train.text_file import Piece, TextFile
-from tpfuse.train.token_file import Progress, folders_of, is_pattern, matches
+from tpfuse.train.token_file import Progress
 from tpfuse.train.tokenizer import Tokenizer, Tokens, document_start
 
 STANDARD_LIBRARY = "the source of the Python standard library"

@@ -9,7 +9,6 @@ next: batches do not depend on where the tokens were split. Scripts such as llm.
 continue the same document in the next one, so such a window is contiguous text.
 """
 
-import glob
 import hashlib
 import itertools
 import json
@@ -19,7 +18,7 @@ import resource
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +28,7 @@ import numpy as np
 from tpfuse.checkpoint.durable import replace_file, sha256_of
 from tpfuse.checkpoint.untrusted import EACH, Unreadable, read_json, read_pickle, reading
 from tpfuse.errors import UserError, of_disk
+from tpfuse.train.file_patterns import is_pattern, matches
 from tpfuse.train.token_layout import DTYPES, HEADER_BYTES, SUFFIXES, VERSIONS, TokenLayout, token_layout
 from tpfuse.train.tokenizer import CharTokenizer, Tokenizer, Tokens, document_start, from_json, token_dtype
 
@@ -175,44 +175,6 @@ def token_paths(path: Path) -> tuple[Path, ...] | None:
     if path.is_dir():
         _check_one_kind(path, tokens)
     return tuple(tokens) or None
-
-
-def is_pattern(path: Path) -> bool:
-    """Return whether a path names the files that match it. Raise OSError."""
-    return glob.has_magic(str(path)) and not path.exists()
-
-
-def matches(pattern: Path) -> list[Path]:
-    """Return what matches a pattern, in the order of names. Raise UserError if nothing does, and OSError.
-
-    The part ** stands for any number of folders. A folder of which files match as well is left out.
-    """
-    found = _matches(pattern)
-    if not found:
-        raise UserError(f"no file matches {pattern}")
-    return sorted(found - {file.parent for file in found})
-
-
-def _matches(pattern: Path) -> set[Path]:
-    if "**" not in pattern.parts:
-        return set(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
-    place = pattern.parts.index("**")
-    above, below = Path(*pattern.parts[:place]), Path(*pattern.parts[place + 1 :] or ["*"])
-    roots = [root for root in _matches(above) if root.is_dir()]
-    folders = [folder for root in roots for folder in folders_of(root)]
-    return {file for folder in folders for file in _matches(Path(glob.escape(str(folder)), below))}
-
-
-def folders_of(root: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield a folder and all folders below it, without hidden ones. Raise OSError.
-
-    Links are followed, but not to a folder of `above` or on the way from `root`, whose files would be read for ever.
-    """
-    yield root
-    above |= {root.resolve()}
-    for path in root.iterdir():
-        if not path.name.startswith(".") and path.is_dir() and path.resolve() not in above:
-            yield from folders_of(path, above)
 
 
 def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
