@@ -184,8 +184,7 @@ class Program:
         if guard[1]:
             holds = np.logical_not(holds)
         if self.mask is not None:
-            both: Mask = holds & self.mask
-            return both
+            return np.asarray(holds & self.mask)
         if np.ndim(holds) == 0:
             return None if holds else np.zeros(self.threads, bool)
         return None if holds.all() else holds
@@ -196,8 +195,7 @@ class Program:
             return
         lanes = mask.reshape(-1, LANES)
         needed = np.array([bool(members >> lane & 1) for lane in range(LANES)])
-        if (lanes.any(1) & (lanes != needed).any(1)).any():
-            warp = int(np.flatnonzero(lanes.any(1) & (lanes != needed).any(1))[0])
+        for warp in np.flatnonzero(lanes.any(1) & (lanes != needed).any(1)):
             raise Divergence(f"warp {warp} is active with {int(lanes[warp].sum())} lanes: expected {int(needed.sum())}")
 
     def write(self, slot: int, value: Any, mask: Mask | None) -> None:
@@ -232,15 +230,13 @@ class Program:
         """Return one value of a register for each of the threads."""
         if np.ndim(register) == 0:
             return np.full(len(threads), register)
-        values: Array = register if len(threads) == self.threads else register[threads]
-        return values
+        return np.asarray(register if len(threads) == self.threads else register[threads])
 
     def array(self, slot: int) -> Array:
         """Return a register as an array of all threads."""
         if np.ndim(self.registers[slot]) == 0:
             self.registers[slot] = np.full(self.threads, self.registers[slot])
-        register: Array = self.registers[slot]
-        return register
+        return np.asarray(self.registers[slot])
 
     def begin_copy(self, threads: Array, source: Array, kept: Array, target: Array, size: int) -> None:
         """Begin an asynchronous copy of these threads, for each of which `kept` says how many bytes it reads.
