@@ -77,10 +77,9 @@ def _run(plan: Plan, micro_batch: int, graph: bool) -> tuple[TrainCommand, GPTCo
     return options, config, Windows(tokens, config.n_positions, train.seed, "train", train.batch)
 
 
-def _peer(trainer: Trainer, tiny: bool) -> TorchGPT:
+def _peer(trainer: Trainer, config: GPTConfig, tiny: bool) -> TorchGPT:
     """Return the model in plain torch with the weights of a trainer, in float32, its vocabulary padded by zeros."""
-    config, padded = trainer.config, TINY_GPT.vocab_size + 1 if tiny else PADDED
-    assert isinstance(config, GPTConfig)
+    padded = TINY_GPT.vocab_size + 1 if tiny else PADDED
     weights = {name: weight.detach().float() for name, weight in trainer.model.named_parameters()}
     table = weights["transformer.wte.weight"]
     weights["transformer.wte.weight"] = F.pad(table, (0, 0, 0, padded - len(table)))
@@ -90,10 +89,10 @@ def _peer(trainer: Trainer, tiny: bool) -> TorchGPT:
     return model
 
 
-def _peer_step(trainer: Trainer, windows: Windows, tiny: bool) -> Callable[[], float]:
+def _peer_step(trainer: Trainer, config: GPTConfig, windows: Windows, tiny: bool) -> Callable[[], float]:
     """Return a step of the compiled peer, which returns the loss. The trainer gives it the weights and the options."""
     options, device = trainer.options, trainer.device
-    model = _peer(trainer, tiny)
+    model = _peer(trainer, config, tiny)
     compiled = torch.compile(model, dynamic=False, backend="aot_eager" if tiny else "inductor")
     optimizer, done = model.optimizer(options.optim), 0
     size, batch = options.train.micro_batch or 1, options.train.batch
@@ -130,14 +129,14 @@ def _step(plan: Plan, micro_batch: int, candidate: str) -> tuple[Callable[[], fl
     trainer = Trainer(options, config, None, plan.device)
     release = trainer.graph.release if trainer.graph is not None else lambda: None
     if candidate == PEER:
-        return _peer_step(trainer, windows, plan.rehearse), trainer.tokens_per_step, release
+        return _peer_step(trainer, config, windows, plan.rehearse), trainer.tokens_per_step, release
     return lambda: trainer.train_step(windows, lambda: False).loss, trainer.tokens_per_step, release
 
 
 def reference(plan: Plan) -> Row:
     """Return the loss of the first batch, computed in float32 without the compiler."""
     options, config, windows = _run(plan, 1, graph=False)
-    model = _peer(Trainer(options, config, None, plan.device), plan.rehearse)
+    model = _peer(Trainer(options, config, None, plan.device), config, plan.rehearse)
     batch, size = options.train.batch, 1 if plan.rehearse else 8
     with torch.no_grad():
         parts = [model(*windows.sequences(0, cut, cut + size, plan.device)) for cut in range(0, batch, size)]
