@@ -21,7 +21,7 @@ PyTorch's `fully_shard` does the work. This module makes it an engine like the b
 `tpfuse.zero.fsdp_internals` has what of this torch has no public way for.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -76,7 +76,7 @@ class FullySharded(Engine):
     in the same order: if one skips a unit, all raise Disagreement, which names the unit, between CPU ranks in the pass
     itself, on GPUs in `finish()`. A parameter of a unit that took no part on some rank, or on any rank, has gradient
     zero there (before torch 2.13 it must take part on all ranks or on none). A parameter without elements stays as it
-    is. A micro-batch whose gradients are not reduced leaves them unsharded. Between CPU ranks, forward and backward
+    is. A micro-batch that is not reduced leaves its gradients whole. Between CPU ranks, forward and backward
     passes raise PeerTimeout. The gradients of the shards are in `members`; code that computes with a shard's `.grad`
     raises ValueError.
 
@@ -102,15 +102,15 @@ class FullySharded(Engine):
         offload: str | PathLike[str] = "none",
     ) -> None:
         super().__init__(model)
-        self.stage, self.accumulate, self.offload = 3, accumulate, offload
+        self.stage, self.accumulate, self.offload, self.matrices = 3, accumulate, offload, matrices
         place = "shards in the host's memory" if offload == "host" else f"parameters in {offload}"
         self.reasons = ["fully_shard", *([] if offload == "none" else [place])]
         self._store: StateStore | None = None  # the file of the shards
         self.traffic = Traffic()
-        self.world_group, self.stage_group, self.matrices = groups.world, groups.stage, matrices
+        self.world_group, self.stage_group, self._ends = groups.world, groups.stage, groups.ends
         self.device = torch.empty(0, device=mesh.device_type).device
         self._pipelined = "pp" in (mesh.mesh_dim_names or ())
-        units, tied, self._ends = list(units), list(tied), groups.ends
+        units, tied = list(units), list(tied)
         dtype = check_units(model, units)
         shards, across = data_mesh(mesh, replicas)
         self._join(shards.get_group("shard"), across.get_group())
@@ -118,30 +118,12 @@ class FullySharded(Engine):
         broadcast_model(model, groups.data, tied, self._ends)
         copies = copies_of_shards(model, mesh, across)
         replaced = {name: model.get_parameter(name) for name in copies}
-        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda" and offload == "host")
-        policy = OffloadPolicy() if offload == "none" else on_host
         sent = dtype if reduce_dtype == "parameter" else torch.float32
-        self._units = shard_units(model, units, shards, (dtype, sent), policy)
+        self._units = shard_units(model, units, shards, (dtype, sent), self._policy())
         self._root = self._units[-1].module
-        # Units with gradients that are not in the sums of the step over all ranks yet, units whose next reduction is
-        # the last one of the step, and those that the current pass has reduced.
-        self._owed, self._final, self._reduced = set[Unit](), set[Unit](), set[Unit]()
-        # Whether sums are reduced over replicas in the last micro-batch alone. Before torch 2.13 those of two may be of
-        # different parameters of a unit; with offload those of earlier ones would stay on the device.
-        self._postpones = internals.FROM_2_13 and offload == "none"
-        self._completed = set[str]()  # the parameters of which no later pass of a pipeline's step computes gradients
-        self._ran = False  # whether a backward pass has run in the micro-batch
-        self._used = False  # whether a forward pass has run, in which `fully_shard` makes the state that it resets
-        for unit in self._units:
-            self._take_over(unit)
-        self.traffic.sent = self.traffic.received = 0
-        if internals.FROM_2_13:
-            self._root.set_reduce_scatter_unused_params(True)
-        self._keep_gathered(False)
-        self._name_of = {p: name for unit in self._units for name, p in (*unit.shards.items(), *unit.gathered.items())}
-        self.members = [self._member(index, name, *copies[name], tied) for index, name in enumerate(replaced)]
-        self._tied = [member for name in tied for member in self.members if member.name == name]
-        self._places: dict[str, Sums] = {member.name: member.place for member in self.members}
+        self._await_step()
+        self._take_over_units()
+        self._add_members(copies, tied)
         for name, parameter in replaced.items():  # an optimizer may still hold the replaced parameter
             GradientPlace(parameter, _REPLACED.format(name=name)).leave(taken=True)
         self._record_parameters()
@@ -155,6 +137,38 @@ class FullySharded(Engine):
         reserve(data_groups[0])  # for good: an engine of this stage has no end
         each = self.device.type == "cpu"
         self._order = UnitOrder(data_groups, self.device, lambda number: self._units[number].title, each=each)
+
+    def _policy(self) -> OffloadPolicy:
+        if self.offload == "none":
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda" and self.offload == "host")
+
+    def _await_step(self) -> None:
+        """Set the progress of a step before the first one."""
+        # Units with gradients that are not in the sums of the step over all ranks yet, units whose next reduction is
+        # the last one of the step, and those that the current pass has reduced.
+        self._owed, self._final, self._reduced = set[Unit](), set[Unit](), set[Unit]()
+        self._completed = set[str]()  # the parameters of which no later pass of a pipeline's step computes gradients
+        self._ran = False  # whether a backward pass has run in the micro-batch
+        self._used = False  # whether a forward pass has run, in which `fully_shard` makes the state that it resets
+
+    def _take_over_units(self) -> None:
+        # Whether sums are reduced over replicas in the last micro-batch alone. Before torch 2.13 those of two may be of
+        # different parameters of a unit; with offload those of earlier ones would stay on the device.
+        self._postpones = internals.FROM_2_13 and self.offload == "none"
+        for unit in self._units:
+            self._take_over(unit)
+        self.traffic.sent = self.traffic.received = 0
+        if internals.FROM_2_13:
+            self._root.set_reduce_scatter_unused_params(True)
+        self._keep_gathered(False)
+
+    def _add_members(self, copies: Mapping[str, tuple[int, int]], tied: list[str]) -> None:
+        """Describe this rank's shards as `members`, and give each a place for its gradient."""
+        self._name_of = {p: name for unit in self._units for name, p in (*unit.shards.items(), *unit.gathered.items())}
+        self.members = [self._member(index, name, *copies[name], tied) for index, name in enumerate(copies)]
+        self._tied = [member for name in tied for member in self.members if member.name == name]
+        self._places: dict[str, Sums] = {member.name: member.place for member in self.members}
 
     def _member(self, index: int, name: str, copies: int, copy: int, tied: list[str]) -> ShardedParameter:
         if name in tied:  # the ends have other parameters beside it, so they number it by its place in `tied`
