@@ -179,18 +179,24 @@ class GPT(nn.Module):
             cache.length += length
         if not stage.last:
             return x_mC
-        x_mC = self.transformer.ln_f(x_mC)
-        wte = self.transformer.wte
-        if targets_BT is None:
+        targets_M = None
+        if targets_BT is not None:
+            targets_M = F.pad(sharded.shard(targets_BT, IGNORE).reshape(-1), (0, padding), value=IGNORE)
+        result = self._result(self.transformer.ln_f(x_mC), targets_M, loss_weight, sharded)
+        return result if loss_weight is not None else result.view(*shape, *result.shape[2:])
+
+    def _result(
+        self, x_mC: Tensor, targets_M: Tensor | None, loss_weight: float | None, sharded: ShardedBatch
+    ) -> Tensor:
+        """Return what `forward` returns, from the last norm's output: logits or losses of whole sequences, or a sum."""
+        wte, shape = self.transformer.wte, (sharded.batch, sharded.local_length)
+        if targets_M is None:
             logits_MV = wte.project(x_mC, gather_output=True)
-            logits = sharded.gather(first_rows(logits_MV, sharded.tokens).view(sharded.batch, sharded.local_length, -1))
-            return logits.view(*shape, -1)
-        targets_M = F.pad(sharded.shard(targets_BT, IGNORE).reshape(-1), (0, padding), value=IGNORE)
+            return sharded.gather(first_rows(logits_MV, sharded.tokens).view(*shape, -1))
         if loss_weight is not None:
             return wte.loss(x_mC, targets_M, loss_weight)
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
-        losses_M = first_rows(losses_M, sharded.tokens)
-        return sharded.gather(losses_M.view(sharded.batch, sharded.local_length)).view(shape)
+        return sharded.gather(first_rows(losses_M, sharded.tokens).view(shape))
 
     def _check(
         self,

@@ -160,27 +160,55 @@ def load_preset(name: str) -> dict[str, Any]:
 
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
     """Return the options of `tpfuse train`. Raise UserError."""
-    sources: list[tuple[str, dict[str, Any]]] = []
     arguments = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), word) for word in arguments]
     for name in ("--resume", "--train.cuda-graph"):
         arguments = _with_value(arguments, name, "yes")
+    run = _resumed_run(arguments)
+    config = flag_value(arguments, "--config")
+    files = [] if config is None else [(config, read_toml(Path(config)))]
+
+    def changed(options: TrainCommand) -> TrainCommand:
+        for file, table in files:
+            options = overlaid(options, table, file)
+        return parse_command(TrainCommand, arguments, "train", options)
+
+    before = _of_model(arguments, [*run, *files], resumes=bool(run))
+    for file, table in run:
+        before = overlaid(before, table, file)
+    begun = _with_end(before) if run else before
+    options = changed(begun)
+    if run and (lost := meaningless(options)):
+        options = changed(without(begun, lost))  # what is given again is refused as in a new run
+    end = options.optim.decay_steps
+    if run and before.optim.decay_steps is None and end == before.train.steps == options.train.steps:
+        end = None  # the run's config.toml does not change, so that another run from it may have another length
+    # The run's config.toml has the number, so that a resumed run keeps it.
+    options = replace(options, optim=replace(options.optim, min_lr=lowest(options.optim), decay_steps=end))
+    return replace(options, resume="yes") if run else options
+
+
+def _resumed_run(arguments: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return (path, tables) of the config.toml of the run that is continued; [] for a new run. Raise UserError."""
     out, resume = flag_value(arguments, "--out"), flag_value(arguments, "--resume")
     if resume in ("yes", "auto") and out is None:
         raise UserError("--resume needs --out RUN, the folder of the run to continue")
     saved = Path(out or "") / "config.toml"
-    resumes = resume == "yes" or (resume == "auto" and saved.is_file())
-    if resumes:
-        if not saved.is_file():
-            raise UserError(f"there is no run to resume in {out}: {saved} is missing")
-        table = read_toml(saved)
-        if not table:
-            raise UserError(
-                f"{saved} is empty: write the run's options into it; manifest.json of each checkpoint has them too"
-            )
-        sources.append((str(saved), table))
-    file = flag_value(arguments, "--config")
-    if file is not None:
-        sources.append((file, read_toml(Path(file))))
+    if resume != "yes" and not (resume == "auto" and saved.is_file()):
+        return []
+    if not saved.is_file():
+        raise UserError(f"there is no run to resume in {out}: {saved} is missing")
+    table = read_toml(saved)
+    if not table:
+        raise UserError(
+            f"{saved} is empty: write the run's options into it; manifest.json of each checkpoint has them too"
+        )
+    return [(str(saved), table)]
+
+
+def _of_model(
+    arguments: Sequence[str], sources: Sequence[tuple[str, dict[str, Any]]], *, resumes: bool
+) -> TrainCommand:
+    """Return the defaults, with those of the model that the flags or else the files name. Raise UserError."""
     preset, weights = flag_value(arguments, "--model.preset"), flag_value(arguments, "--init-from")
     decoder = flag_value(arguments, "--model.from")
     for _, table in reversed(sources):
@@ -203,30 +231,11 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         options = overlaid(options, inherited, source)
         inherited.pop("model", None)
     preset = preset or options.model.preset
-    # For another preset the parser below, or the TOML check, raises the error.
+    # For another preset the parser, or the TOML check, raises the error.
     if preset in PRESETS and not isinstance(decoder, str) and not resumes:
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
-    before = options = overlaid(options, inherited, source)
-    if resumes:
-        file, table = sources.pop(0)  # the run's own
-        before = overlaid(options, table, file)
-        options = _with_end(before)
-
-    def changed(options: TrainCommand) -> TrainCommand:
-        for file, table in sources:
-            options = overlaid(options, table, file)
-        return parse_command(TrainCommand, arguments, "train", options)
-
-    begun, options = options, changed(options)
-    if resumes and (lost := meaningless(options)):
-        options = changed(without(begun, lost))  # what is given again is refused as in a new run
-    end = options.optim.decay_steps
-    if resumes and before.optim.decay_steps is None and end == before.train.steps == options.train.steps:
-        end = None  # the run's config.toml does not change, so that another run from it may have another length
-    # The run's config.toml has the number, so that a resumed run keeps it.
-    options = replace(options, optim=replace(options.optim, min_lr=lowest(options.optim), decay_steps=end))
-    return replace(options, resume="yes") if resumes else options
+    return overlaid(options, inherited, source)
 
 
 def _with_value(arguments: Sequence[str], flag: str, value: str) -> list[str]:
