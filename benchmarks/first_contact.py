@@ -4,12 +4,7 @@
     python -m benchmarks.first_contact --out FOLDER --steps timings --operators gemm attention
     python -m benchmarks.first_contact --out FOLDER --rehearse      # all of it on a CPU, interpreted, with tiny shapes
 
-The steps are in this order: the properties of the device; GPT-2 124M, products with their epilogues, and gathers and
-scatters, each beside its peers, which a GPU that is at hand for minutes runs alone; the compiler, on all cores; every
-operator beside its reference, and the cases that fail once more with a newer ptxas and with one stage; times of
-products and attention; several ranks in one process on streams of their own; several processes on one GPU; training
-steps; sanitizers; times beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as
-there is time; float16; times of further shapes. docs/first_node.md says what each outcome means.
+`benchmarks.contact_steps.steps` has the steps in their order, and docs/first_node.md says what each outcome means.
 
 Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
 (`benchmarks.apart`). A second call with the same FOLDER continues where the first one ended. FOLDER/first_contact.json
@@ -79,7 +74,7 @@ def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, An
 def write_results(document: dict[str, Any], measured: Sequence[Row], keep: bool) -> Path:
     """Write gpu-MACHINE.json: what was measured, and the figures of the summary. Return its folder.
 
-    keep: whether it is to be committed. A file with cases that were not measured now is not replaced. Its table,
+    keep: whether it is to be committed. A file is replaced only if all its cases were measured now. Its table,
     gpu-MACHINE.md, is never committed.
     """
     head = {key: x for key, x in document["device"].items() if key not in ("step", "row", "seconds")}

@@ -117,11 +117,8 @@ def vtrain() -> list[MeasuredRun]:
         batch, size = number["global_batch"], number["micro_batch"]
         layout = RankLayout(tp, 1, number["dp"], number["pp"], "1f1b", 1, 0, "selective", size, batch)
         cluster = Cluster(replace(A100, link=link), 8, 8, link)
-        found.append(
-            MeasuredRun(
-                "vTrain", sizes.name, sizes, (layout,), cluster, MEGATRON, float(row["iteration_ms"]) * 1e-3
-            )
-        )  # fmt: skip
+        seconds = float(row["iteration_ms"]) * 1e-3
+        found.append(MeasuredRun("vTrain", sizes.name, sizes, (layout,), cluster, MEGATRON, seconds))
     return found
 
 

@@ -2,10 +2,8 @@
 
     python -m benchmarks.plan_accuracy [--keep]
 
-benchmarks/data/README.md names the sources, and says what is assumed about them. --keep adds the table to
-benchmarks/results/plan.jsonl and draws the picture of the page. The few parameters of FittedParameters are fitted to a
-part of vTrain's rows, and the others are predicted: in five folds that hold out whole models, and from 2 and 4 GPUs to
-8.
+benchmarks/data/README.md names the sources, what is assumed about them, and how vTrain's rows are held out. --keep adds
+the table to benchmarks/results/plan.jsonl and draws the picture of the page.
 
 The baselines are one rate of operations, whose median ratio to the rows that it predicts is 1, the same with the idle
 share of 1F1B, and the layout with the most data-parallel ranks. The regret of a planner is how much longer its choice

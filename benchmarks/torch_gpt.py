@@ -11,6 +11,7 @@ Shape suffixes: B sequences, T positions, C width, H this rank's heads, D head s
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,9 +72,7 @@ class TorchGPT(nn.Module):
 
     def optimizer(self, optim: OptimOptions) -> torch.optim.AdamW:
         """Return torch's fused AdamW, which decays what tpfuse's decays."""
-        named = list(self.named_parameters())
-        groups = [{"params": [p for name, p in named if decays(name, p)], "weight_decay": optim.weight_decay}]
-        groups += [{"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0}]
+        groups = decay_groups(self, optim.weight_decay)
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
     @torch.no_grad()
@@ -86,6 +85,15 @@ class TorchGPT(nn.Module):
             if "c_attn" in name:  # [part, head and feature, …] -> [head, part, feature, …]
                 weight = weight.view(3, self.config.n_head, -1, *weight.shape[2:]).transpose(0, 1)
             parameter.copy_(weight.reshape(parameter.shape))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters in the groups of torch's optimizers: with weight decay, and without."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if decays(name, p) == decayed], "weight_decay": weight_decay * decayed}
+        for decayed in (True, False)
+    ]
 
 
 def parallelize(model: TorchGPT, mesh: DeviceMesh) -> None:

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cpu_ranks import Call, whole
 from benchmarks.harness import OURS
+from benchmarks.torch_gpt import decay_groups
 from tpfuse.choices import Accumulate
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.zero import adamw, shard
-from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.bucket_updater import BucketUpdater
 from tpfuse.zero.engine import Engine, RankGroups
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -42,7 +42,7 @@ LR, DECAY, CLIP = 1e-3, 0.1, 0.1
 # rank changes it much.
 RATES: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-4}
 CHECKED = 3  # the number of steps that are compared with plain AdamW
-TOLERANCE = 1e-3  # relative, of a norm and of the length of all updates
+TOLERANCE = 1e-3  # relative, for a norm and for the length of all updates
 Step = Callable[[int], float]  # number of the step -> norm of the gradient before clipping
 
 
@@ -136,17 +136,8 @@ def _torch_step(
     return step
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters in the groups of torch's optimizers: with weight decay, and without."""
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for name, p in named if decays(name, p) == decayed], "weight_decay": DECAY if decayed else 0.0}
-        for decayed in (True, False)
-    ]
-
-
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(_groups(model), lr=LR, fused=True, **RATES)
+    return torch.optim.AdamW(decay_groups(model, DECAY), lr=LR, fused=True, **RATES)
 
 
 def _data_parallel(subject: Training, model: GPT) -> Step:
@@ -157,7 +148,7 @@ def _data_parallel(subject: Training, model: GPT) -> Step:
 def _zero_redundancy(subject: Training, model: GPT) -> Step:
     called = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        _groups(model), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, fused=True, **RATES
+        decay_groups(model, DECAY), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, fused=True, **RATES
     )
     return _torch_step(subject, called, model, optimizer, [dist.get_rank()])
 
