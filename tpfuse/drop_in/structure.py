@@ -98,14 +98,12 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
         _check_places(model, name, base, (layers, *TOKEN_EMBEDDINGS, *LAST_NORMS))
     proof = Proof(model, ranks, [layer for _, base, layers in found for layer in base.get_submodule(layers).children()])
     for name, base, layers in found:
-        part = None
-        if sequence_parallel:
-            try:
-                part = _plan_decoder(name, base, layers, proof, SequenceLength())
-            except NotImplementedError as error:
-                part = _plan_decoder(name, base, layers, proof, None)
-                part.kept[_join(name, layers)] = f"its sequences stay whole: {error}"
-        plan.join(part or _plan_decoder(name, base, layers, proof, None))
+        try:
+            part = _plan_decoder(name, base, layers, proof, SequenceLength() if sequence_parallel else None)
+        except NotImplementedError as error:
+            part = _plan_decoder(name, base, layers, proof, None)
+            part.kept[_join(name, layers)] = f"its sequences stay whole: {error}"
+        plan.join(part)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in HEADS:
             try:
