@@ -142,16 +142,13 @@ class OneProcess:
         self._meeting.reset()
         self.late = False
 
-    def signal_ahead(self, rank: int, launches: int = 1000) -> None:
-        """Set the signals that peers would give to a rank, in every channel that it has, for its next launches.
-
-        It covers `launches` launches, and is done in stream order.
-        """
+    def signal_ahead(self, rank: int) -> None:
+        """Set, in stream order, the signals that peers would give a rank for its next 1000 launches on each channel."""
         for key, parts in self._parts.items():
             name, _, kind = key.rpartition(": ")
             if kind in _FROM_PEERS:
                 state = self._parts[f"{name}: state"][rank]
-                parts[rank].copy_((state[:1] + launches).expand_as(parts[rank]))
+                parts[rank].copy_((state[:1] + 1000).expand_as(parts[rank]))
 
     def abort(self) -> None:
         """End every wait of kernels, and of threads for each other."""

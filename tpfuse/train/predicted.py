@@ -31,7 +31,7 @@ class Prediction:
     layout: RankLayout
     cluster: Cluster
     program: TrainingProgram
-    # The number of blocks of each stage of the pipeline.
+    # The number of blocks in each pipeline stage.
     blocks: tuple[int, ...]
 
     @property
@@ -58,7 +58,7 @@ class Prediction:
 
 
 def prediction(options: TrainCommand, config: ModelConfig, gpu: str, memory: int, per_node: int) -> Prediction | None:
-    """Return the prediction of a run; None if its device is no known GPU, or its options are not known.
+    """Return the prediction of a run; None for an unknown GPU, a CPU, and options that the model of cost lacks.
 
     options: with the layout filled in. gpu: the name that torch gives to each GPU; "" for a CPU. memory: its bytes.
     per_node: the ranks of a node.
@@ -112,7 +112,7 @@ def layout_of(options: TrainCommand) -> RankLayout:
 
 
 def stage_blocks(options: TrainCommand, config: ModelConfig) -> tuple[int, ...]:
-    """Return the number of blocks of each stage of the pipeline; () without one."""
+    """Return the number of blocks in each pipeline stage; () without a pipeline."""
     if options.parallel.pp == 1:
         return ()
     return tuple(len(stage.layers) for stage in pipeline_stages(options.parallel, config))
@@ -144,8 +144,5 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
 
 
 def sizes_of(name: str, config: ModelConfig, dtype: str) -> ModelSizes:
-    """Return the sizes of a model. Raise UserError for blocks that have no attention, or that are not all alike.
-
-    dtype: that of the parameters, on which depends what models of transformers keep for the backward pass.
-    """
+    """Return `LanguageModel.sizes` of the model that `config` describes."""
     return MODELS[type(config)].sizes(name, config, dtype)

@@ -94,16 +94,8 @@ class BucketUpdater(Updater):
             if bucket.layout.muon:
                 updates.setdefault(bucket.reducer, []).insert(0, None)
                 continue
-            update = ShardUpdate(
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                state.get("model"),
-                bucket.layout.decay_end - bucket.shard.start,
-                rates,
-                self._store,
-                self._staging,
-                following,
-            )
+            moments, decay_end = (state["exp_avg"], state["exp_avg_sq"]), bucket.layout.decay_end - bucket.shard.start
+            update = ShardUpdate(*moments, state.get("model"), decay_end, rates, self._store, self._staging, following)
             following = update.state
             updates.setdefault(bucket.reducer, []).insert(0, update)
         for reducer in self._engine.reducers:

@@ -90,14 +90,8 @@ class UnitUpdater(Updater):
                 update = ShardUpdate(first, second, None, len(shard), rates, self._store, None, next_one)
                 update.apply(member.gradient.view(-1), shard)
             return
-        adamw_(
-            shards,
-            [member.gradient.view(-1) for member in members],
-            exp_avg,
-            exp_avg_sq,
-            [None] * len(members),
-            **rates.options(rates.weight_decay),
-        )
+        gradients = [member.gradient.view(-1) for member in members]
+        adamw_(shards, gradients, exp_avg, exp_avg_sq, [None] * len(members), **rates.options(rates.weight_decay))
 
     def publish(self) -> None:
         """Free gathered parameters after a checkpoint has changed the shards, so that the new values are gathered."""

@@ -51,11 +51,7 @@ class GradientEngine(Protocol):
     def backward_pass(
         self, parameters: set[nn.Parameter], complete: set[nn.Parameter], *, split: bool
     ) -> AbstractContextManager[None]:
-        """Mark a pass of a step that computes gradients of these parameters, around that pass.
-
-        complete: those that no later pass computes gradients of. split: whether an earlier pass has computed those of
-        the stage's input.
-        """
+        """Mark, around it, a pass that computes gradients of these parameters (`tpfuse.zero.engine.Engine`)."""
 
 
 @dataclass
@@ -324,8 +320,8 @@ class Runner:
         gradient = None
         if isinstance(flight.output, Tensor) and flight.x.requires_grad:
             gradients = None if flight.gradient is None else [flight.gradient]
-            weights, edge = self._weights(action.stage), get_gradient_edge(flight.output)
-            (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], iter(weights))  # type: ignore[arg-type]
+            weights, edge = map(leaf_of, self.parameters(action.stage)), get_gradient_edge(flight.output)
+            (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], weights)  # type: ignore[arg-type]
             flight.x.grad, flight.output = None, edge
             if gradient is not None:  # torch groups weights by what they share with the input
                 flight.groups = groups
@@ -333,17 +329,13 @@ class Runner:
 
     def _backward_weight(self, action: Action, flight: _Flight) -> None:
         """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""
-        weights = self._weights(action.stage)
+        weights = [leaf_of(parameter) for parameter in self.parameters(action.stage)]
         with GraphExecGroup():  # each layer has a pass of its own: activations are recomputed once for all of them
             backward_weights(weights, flight.groups)
         for weight in weights:
             if weight.grad is not None:
                 for hook in tuple((weight._post_accumulate_grad_hooks or {}).values()):
                     hook(weight)
-
-    def _weights(self, stage: int) -> list[Tensor]:
-        """Return the leaves in which autograd accumulates the gradients of a stage's parameters."""
-        return [leaf_of(parameter) for parameter in self.parameters(stage)]
 
     def _take(self, action: Action) -> _Taken | None:
         """Wait for what the action needs of another stage, and return it; None if it needs nothing."""
