@@ -119,8 +119,9 @@ class FullySharded(Engine):
         copies = copies_of_shards(model, mesh, across)
         replaced = {name: model.get_parameter(name) for name in copies}
         sent = dtype if reduce_dtype == "parameter" else torch.float32
-        self._units = shard_units(model, units, shards, (dtype, sent), self._policy())
-        self._root = self._units[-1].module
+        pinned = CPUOffloadPolicy(pin_memory=self.device.type == "cuda" and offload == "host")
+        policy = OffloadPolicy() if offload == "none" else pinned
+        self._units = shard_units(model, units, shards, (dtype, sent), policy)
         self._await_step()
         self._take_over_units()
         self._add_members(copies, tied)
@@ -138,11 +139,6 @@ class FullySharded(Engine):
         each = self.device.type == "cpu"
         self._order = UnitOrder(data_groups, self.device, lambda number: self._units[number].title, each=each)
 
-    def _policy(self) -> OffloadPolicy:
-        if self.offload == "none":
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda" and self.offload == "host")
-
     def _await_step(self) -> None:
         """Set the progress of a step before the first one."""
         # Units with gradients that are not in the sums of the step over all ranks yet, units whose next reduction is
@@ -153,6 +149,7 @@ class FullySharded(Engine):
         self._used = False  # whether a forward pass has run, in which `fully_shard` makes the state that it resets
 
     def _take_over_units(self) -> None:
+        self._root = self._units[-1].module
         # Whether sums are reduced over replicas in the last micro-batch alone. Before torch 2.13 those of two may be of
         # different parameters of a unit; with offload those of earlier ones would stay on the device.
         self._postpones = internals.FROM_2_13 and self.offload == "none"
