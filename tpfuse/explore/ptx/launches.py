@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -49,14 +49,7 @@ def compiled(
     addressed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        backend, bind = _binder(function, family)
-        try:
-            named, specialization, rest = bind(*args, **options)
-        except TypeError as error:
-            given = dict(zip(function.arg_names, args, strict=False)) | options
-            types = {x.name: type(given.get(x.name)).__name__ for x in function.params if not x.is_constexpr}
-            names = [name for name, kind in types.items() if str(error).endswith(kind)]
-            raise TypeError(f"{function.__name__}, parameter {' or '.join(names)}: {error}") from None
+        backend, (named, specialization, rest) = _bound(function, family, args, options)
         key = function, family, edit, repr(specialization), repr(sorted(rest.items()))
         if key not in _kernels:
             parsed, *parts = function._pack_args(backend, rest, named, specialization, rest)
@@ -68,11 +61,7 @@ def compiled(
         if current:
             ranks.launch(current[0], kernel, programs, arguments, seed)
         else:
-            buffers = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
-            tables = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int64]
-            places = {place for x in tables if x.numel() <= _MOST_RANKS for place in x.flatten().tolist()}
-            behind = [Buffer.of("memory of a table", addressed[x]) for x in places if x in addressed]
-            kernel.run(programs, arguments, memory=GlobalMemory([*buffers, *behind]), seed=seed)
+            kernel.run(programs, arguments, memory=_memory_of(kernel, arguments, addressed), seed=seed)
 
     def address(x: Tensor) -> int:
         """Keep for each address the longest tensor on the CPU that begins there."""
@@ -99,8 +88,28 @@ def _binder(function: Any, family: str) -> tuple[Any, Callable[..., Any]]:
     return backend, create_function_from_signature(function.signature, function.params, backend)
 
 
+def _bound(function: Any, family: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the compiler's backend and the named arguments, with their types. An error names the parameter."""
+    backend, bind = _binder(function, family)
+    try:
+        return backend, bind(*args, **options)
+    except TypeError as error:
+        given = dict(zip(function.arg_names, args, strict=False)) | options
+        types = {x.name: type(given.get(x.name)).__name__ for x in function.params if not x.is_constexpr}
+        names = [name for name, kind in types.items() if str(error).endswith(kind)]
+        raise TypeError(f"{function.__name__}, parameter {' or '.join(names)}: {error}") from None
+
+
+def _memory_of(kernel: Kernel, arguments: list[Any], addressed: Mapping[int, Tensor]) -> GlobalMemory:
+    """Return the memory of a kernel's tensors, and of those whose addresses are in its tables."""
+    buffers = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
+    tables = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int64]
+    places = {place for x in tables if x.numel() <= _MOST_RANKS for place in x.flatten().tolist()}
+    return GlobalMemory([*buffers, *(Buffer.of("memory of a table", addressed[x]) for x in places if x in addressed)])
+
+
 def source_of(function: Any, *parts: Any) -> ASTSource:
-    """Return what Triton compiles of a kernel of its own language or of Gluon. parts: as `_pack_args` returns them."""
+    """Return the source that Triton compiles, for its own language or Gluon. parts: as `_pack_args` returns them."""
     return (GluonASTSource if function.is_gluon() else ASTSource)(function, *parts)
 
 
