@@ -145,7 +145,7 @@ class Bench(Draw):
     interpreted: bool = False
     clock: BenchClock = field(default_factory=HostClock)
     ceilings: Ceilings = field(default_factory=lambda: Ceilings(1.0, 1.0))
-    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `TimedMode`
+    seconds: float = 0.6  # for which one `TimedMode` times all its candidates
     rounds: tuple[int, int] = (7, 50)  # the least and the most of them
     compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m benchmarks.node [--scale all|quick|tiny] [--minutes 20]
 
 The shapes are the layers of Llama 3 8B and 70B at as many ranks as there are, at 512 to 16384 tokens, bf16: q, k, v and
-gate, up after an all-gather; o and down before a reduce-scatter. There is no activation and no bias, which torch's
-operators do not have. `tpfuse collective` is tpfuse's product and the library's collective; `tpfuse fused` is one
+gate, up after an all-gather; o and down before a reduce-scatter. Activation and bias are left out, since torch's
+operators lack them. `tpfuse collective` is tpfuse's product and the library's collective; `tpfuse fused` is one
 operator for both, and the names after it are the variants that a measured choice compares. Where there are GPUs, a row
 has the most memory that a call of each candidate held. The last lines tell how long the group's symmetric memory took
 to start, and how long a product takes beside an all-reduce of another group, as in backward beside a reducer.

@@ -11,7 +11,7 @@ were rounded first, three digits of 1 - 0.999 would be left. The same pass write
 Moments may be kept in bfloat16, which has 8 bits. A step changes v by the share 1 - β₂ of g² - v. If that is less than
 half of the last bit, as it is for β₂ = 0.999, rounding to the nearest loses it: v never falls. So m and v are rounded
 up or down at random, with the probabilities that keep their expectation (stochastic rounding, arXiv:2010.06192). The
-random bits are a hash of t and of the upper halves of the element's gradient, old parameter and old moments. So they
+random bits are a hash of t and the upper halves of the element's gradient, old parameter and old moments. So they
 need no position and no seed: every division of a model into shards and blocks rounds alike, and gradients that differ
 in their last bits nearly always do.
 """

@@ -66,7 +66,7 @@ def attention_merge_kernel(
     out = a.to(tl.float32) * (share_a / total)[:, None] + b.to(tl.float32) * (share_b / total)[:, None]
     out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_t * stride_ot + offs_d[None, :]
     tl.store(out_ptrs, rounded(out, out_ptr.dtype.element_ty), mask=mask)
-    # Each warp loads lse_a of the rows of its part of the output, and one of them stores lse of all rows: in place, it
+    # Each warp loads lse_a for the rows of its part of the output, and one of them stores all of lse: in place, it
     # must not overwrite lse_a before the others have read it.
     tl.debug_barrier()
     tl.store(lse_ptr + row, larger + tl.log(total), mask=mask_m)

@@ -40,8 +40,8 @@ def key_range(
 ):
     """Return indices (start, full_start, full_stop, stop) of the keys that the queries from q_first to q_last see.
 
-    q_last is included. None of the queries sees keys outside start to stop; all of them see all keys of the blocks of
-    BLOCK keys from full_start to full_stop, so that only the blocks before and after those are masked. start,
+    q_last is included. No query sees keys outside start to stop; each sees every key in the blocks, of BLOCK keys,
+    from full_start to full_stop, so that only the blocks before and after those are masked. start,
     full_start and full_stop are multiples of BLOCK, except where full_start is stop. For the queries that see a range
     of keys, exchange the sides: pass key positions, q_offset, tq, behind as ahead and ahead as behind.
     """

@@ -1,4 +1,4 @@
-"""How a group of `ping_pong` finishes a tile: bias, activation, residual or gradient, and stores by TMA.
+"""The end of a tile in a group of `ping_pong`: bias, activation, residual or gradient, and stores by TMA.
 
 `run_warps` runs a program of `gemm_ping_pong` or `all_gather_gemm_ping_pong`, each with a loading warp of its own. The
 residual, or the pre-activation at which a gradient is taken, is loaded into the very slot in which the result then
@@ -206,7 +206,7 @@ def _call(function: gl.constexpr, source, rest):
 
 @gluon.jit
 def run_warps(
-    load_all: gl.constexpr,  # runs the loading warp: a function of `source` and of the last arguments of `load_tiles`
+    load_all: gl.constexpr,  # runs the loading warp: it takes `source` and the last arguments of `load_tiles`
     source,  # a tuple
     weight_ptr,
     weight_up_ptr,

@@ -3,7 +3,7 @@
     p = exp(scale q kᵀ - lse)        ds = p * (grad_out vᵀ - delta)
     dv = pᵀ grad_out                 dk = scale dsᵀ q
 
-A program holds a tile of keys of one run of positions and loops over the queries that see it: those of rank 0, 1, 2, …,
+A program holds a tile of keys from one run of positions and loops over the queries that see it: rank 0's, 1's, 2's, …,
 on every rank in this order, in all heads that share the keys. So each gradient is one sum in float32 in registers,
 complete at its owner and in the same order in every run; no partial sums travel. Formulas and tiles are those of
 `attention_backward`, scores are [keys, queries].

@@ -102,7 +102,7 @@ def _walk(
 ):
     """Return (dq of a tile, how many blocks are known to be here, how many were not when the wait for them ended).
 
-    It does not wait for a block that no query of the tile sees; where a later block is here the earlier ones are, too.
+    It waits only for blocks that a query of the tile sees; where a later block is here the earlier ones are, too.
     """
     first_ptr, last_ptr, tile_first, tile_last = tile
     blocks_ptr, keys_start, stride_v = blocks

@@ -147,7 +147,7 @@ class TracedLaunch:
 class KernelTrace:
     """Traces the launches of this process, of all threads, while it is entered; one trace at a time.
 
-    most_bytes: the device memory that rows may take; launches for which it does not suffice are not traced. untraced:
+    most_bytes: the device memory that rows may take; launches that need more are left out. untraced:
     how many launches were not traced, for that reason or because a CUDA graph captured them.
     """
 

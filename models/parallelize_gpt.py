@@ -19,7 +19,7 @@ from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_who
 
 @dataclass(frozen=True)
 class GPTOptions:
-    """How the ranks of a mesh share a GPT, and what they keep for the backward pass.
+    """The division of a GPT among the ranks of a mesh, and what they keep for the backward pass.
 
     context_schedule, context_balance: as for `tpfuse.ops.ring_attention.ring_attention`. recompute: the activations
     that the backward pass computes again, as for `tpfuse.parallel.recompute`. offload_activations: whether what "full"

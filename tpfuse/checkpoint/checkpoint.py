@@ -117,7 +117,7 @@ class Checkpoint:
 
     def _fitting_entry(self, name: str, shard: Shard) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(name)
-        if entry is None and 0 in shard.shape:  # ranks need not hold any shard of a tensor without elements
+        if entry is None and 0 in shard.shape:  # an empty tensor may have no shards
             return {"slices": []}
         if entry is None:
             raise UserError(f"{self.folder} has no tensor {name}: it is of another model or optimizer")
@@ -145,8 +145,8 @@ class Checkpoint:
 def differing(saved: Checkpoint, shards: Shards, group: dist.ProcessGroup | None) -> list[str]:
     """Return the tensors that, once loaded, are not what was saved, on any rank. Collective over `group`.
 
-    The sum of the digests of the shards of a tensor that have an owner must be the manifest's, and every copy of such a
-    shard must be equal to it.
+    The digests of a tensor's owned shards must add up to the manifest's, and every copy of such a shard must be equal
+    to it.
     """
     tensors = saved.manifest["tensors"]
     own = {name: [(shard.is_owner, shard.slices, digest(shard)) for shard in held] for name, held in shards.items()}

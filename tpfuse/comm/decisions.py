@@ -1,7 +1,7 @@
 """Decisions between candidates, and the file that keeps them for later runs.
 
-A decision in the file holds for one machine, which `machine` describes: that of another machine, of other versions or
-of another table of tile sizes is not read.
+A decision in the file holds for one machine, which `machine` describes: another machine, other versions or another
+table of tile sizes do not read it.
 
 A kernel that accesses memory it may not ends its process, whatever the host does. So the file also names the candidate
 that runs for the first time. If a run ends there, later runs leave that candidate out until its entry is deleted.
@@ -98,7 +98,7 @@ def as_json(decisions: Decisions) -> dict[str, Any]:
 
 
 def from_json(cases: Any) -> dict[str, Decision]:
-    """Return the decisions in a JSON value, without entries that are not decisions."""
+    """Return the decisions in a JSON value; other entries are left out."""
     decisions = {}
     for case, entry in cases.items() if isinstance(cases, dict) else ():
         match entry:
@@ -129,7 +129,7 @@ def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
 
 
 def _entries(document: dict[str, Any], machine_name: str) -> dict[str, Any]:
-    """Return the entries of a machine in a document, without those that nothing can be read from."""
+    """Return the readable entries of a machine in a document."""
     found = document.get(machine_name)
     trials = _trials(found)
     entries = document[machine_name] = as_json(from_json(found)) | ({TRIED: trials} if trials else {})

@@ -206,7 +206,7 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def shard_range(size: int, rank: int, world: int) -> tuple[int, int]:
-    """Return [start, stop) of shard `rank` of a dimension of `size` entries that is cut into `world` shards."""
+    """Return [start, stop) of shard `rank` where a dimension of `size` entries is cut into `world` shards."""
     chunk = -(-size // world)
     return min(rank * chunk, size), min((rank + 1) * chunk, size)
 

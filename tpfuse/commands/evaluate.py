@@ -30,7 +30,7 @@ _TOKENS = 8192  # tokens of a forward pass, if the context is not longer
 
 @torch.no_grad()
 def loss_sum(ranks: ModelRanks, tokens: TokenSequence | None, count: int, length: int) -> float:
-    """Return this rank's part of the sum of the losses in nats of tokens 1 to count - 1, each predicted once.
+    """Return this rank's part of the summed losses, in nats. Tokens 1 to count - 1 are each predicted once.
 
     tokens: `count` of them, which the first rank alone has. The windows of `length` tokens are contiguous and do not
     overlap. The last one may be shorter.

@@ -54,7 +54,7 @@ def export(run: Path, folder: Path) -> str:
 
 
 def _dtype(config: DecoderConfig, model: LanguageModel) -> torch.dtype:
-    """Return the dtype of the exported weights of a model of transformers."""
+    """Return the dtype in which the weights are exported."""
     own: torch.dtype = next(model.module.parameters()).dtype
     named = getattr(torch, str(config.settings.get("dtype") or config.settings.get("torch_dtype")), None)
     return named if own != torch.float64 and isinstance(named, torch.dtype) else own

@@ -25,7 +25,7 @@ _ADDRESS = "127.0.0.1"
 def rows_of(run: Path) -> dict[str, Any]:
     """Return what the page draws: the run's name, its number of steps, the age of the last row in s, and all rows.
 
-    Its entry picture is the time in ns of the last change of the picture of the pipeline, as text; None without one.
+    Its entry picture is when the pipeline's picture last changed, in ns, as text; None without one.
     """
     path, picture = run / "metrics.jsonl", run / PICTURE
     drawn = str(picture.stat().st_mtime_ns) if picture.exists() else None

@@ -23,8 +23,8 @@ def causal_loss(
     """Return the loss of transformers' causal language models, equal on all ranks that compute it together.
 
     It is the sum over all tokens divided by num_items_in_batch (None for the number of labels), in float32, or float64
-    for float64. In a forward pass of `ParallelForward` the logits may be of this rank's tokens and of its slice of the
-    vocabulary.
+    for float64. In a forward pass of `ParallelForward` the logits may be those of this rank's tokens and slice of
+    the vocabulary.
     """
     running = current.now or ForwardPass(None)
     if running.targets is not None:

@@ -1,4 +1,4 @@
-"""This module counts what autograd keeps of the blocks of a model of transformers, in a pass on the meta device."""
+"""Count what autograd keeps for the blocks of transformers' models, in a pass on the meta device."""
 
 from typing import Any
 

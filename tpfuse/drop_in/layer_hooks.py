@@ -2,7 +2,7 @@
 
 Readers of features, probes and steering vectors hook the layers of a decoder. A hook of somebody else is wrapped when
 it is registered, or when the model is converted: it gets the layer's input and output whole, with the gradients of one
-rank, and what it returns is split again. A layer without such hooks communicates nothing more. Hooks of modules inside
+rank, and what it returns is split again. Other layers communicate as before. Hooks of modules inside
 of a layer see this rank's shards.
 """
 

@@ -1,8 +1,8 @@
 """Outputs of a parallelized model, as its caller reads them: whole hidden states, and logits that no rank has.
 
 Between the layers of a decoder pass shards of the sequence, and its forward, or transformers' hooks of the layers, put
-them into the output as they are. `WholeStates` gathers them there, and only them, so a pass that returns none
-communicates nothing more.
+them into the output as they are. `WholeStates` gathers them there, and only them, so a pass
+that returns none costs no communication.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ start again, the batch becomes one sequence of documents that do not see each ot
 as in the original, whose attention is zero there (but for "eager"): a label may follow it. The outputs at padding after
 a text differ from the original; nothing uses them.
 
-The losses of routers of a mixture of experts are computed from the logits of all tokens, on every rank. With a
+A mixture of experts' router loss is computed from the logits of all tokens, on every rank. With a
 key/value cache (generate()), every rank computes everything.
 
 **Gradients over a context.** All code outside of the sharded pass runs on every rank, on whole tensors, and its

@@ -27,7 +27,7 @@ class ReplicatedModule(Converted):
 
     During forward the module has plain tensors instead, and so have its children of this class, whose parameters it may
     read without calling them. sum_gradients: each rank computes a part of the gradients, for its tokens or its heads,
-    and they are summed. The class of an instance is made of this one and of the module's own by `combined_class`.
+    and they are summed. `combined_class` makes an instance's class, from this one and the module's own.
     """
 
     sum_gradients: bool

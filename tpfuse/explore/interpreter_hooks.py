@@ -173,7 +173,7 @@ def _launch(run: ExploredRun, executor: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, without keywords that the function does not take (such as num_warps)."""
+    """Return arguments by name, of the keywords only those that the function takes (not num_warps)."""
     spec = inspect.getfullargspec(function)
     known = {key: value for key, value in kwargs.items() if key in spec.args or key in spec.kwonlyargs}
     return inspect.getcallargs(function, *args, **known)

@@ -11,8 +11,8 @@
 The syntax tells which calls synchronise: calls of `atomic_*` and `debug_barrier`; the methods `signal`, `wait_signal`
 and `barrier` of an object whose name ends in "memory"; and, by name, calls of functions of these modules that contain
 such a call. A new line is therefore covered without further work. Two kinds of changes are no faults, and are excluded
-by rule: the scope of a relaxed atomic operation, which orders nothing, is not narrowed; and a narrowed scope does not
-count as a survivor if no two ranks access the same word at that line of the unchanged program.
+by rule: the scope of a relaxed atomic operation, which orders nothing, is not narrowed; and a narrowed scope counts
+as a survivor only if two ranks access the same word at that line of the unchanged program.
 """
 
 import ast
@@ -87,9 +87,8 @@ def surviving(
 
     program_of(*modules) makes the program from fresh copies of the targets' modules, in their order. The copies import
     each other, and modules that are imported while the program runs import the copies too. Modules that register
-    something when they are imported (torch operators) cannot be targets. unchanged: the report of an exploration of the
-    unchanged program in such copies; without it the unchanged program is explored first. Raise ExploreError if the
-    unchanged program fails.
+    something when they are imported (torch operators) cannot be targets. unchanged: the report on the unchanged
+    program in such copies, which is explored first if that is missing. Raise ExploreError if it fails.
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
     if options.get("schedules") is not None:

@@ -1,7 +1,7 @@
 """The bytes of activations that a rank keeps of one micro-batch, and the largest tensors that come and go.
 
-A block on one rank keeps these numbers for each token, with C features, H heads, Q and K features of all heads of q and
-of k, and I features inside the MLP:
+A block on one rank keeps these numbers for each token, with C features, H heads, Q and K features in all heads of q and
+k, and I features inside the MLP:
 
     inputs and outputs of both norms     4 C, and their statistics
     q, k, v and attention's output       2 Q + 2 K
@@ -125,7 +125,7 @@ class _Rank:
         self.statistics = kept * (program.state_bytes if program.triton else self.stream)
 
     def mask(self, size: int) -> int:
-        """Return the bytes of an element of a mask of dropout, of which torch's kernels keep `size`."""
+        """Return the bytes that dropout's mask takes for an element; torch's kernels keep `size`."""
         return 0 if self.program.triton else size * self.sizes.dropout
 
     def block_bytes(self, recompute: str) -> int:

@@ -1,4 +1,4 @@
-"""How the blocks of a model are cut into pipeline stages, and how long a step of all stages takes.
+"""The cut of a model's blocks into pipeline stages, and the duration of a step of all stages.
 
 We simulate a few micro-batches and extrapolate: in steady state the length grows linearly. Schedules that split the
 backward pass reach this state later than the others.

@@ -22,7 +22,7 @@ class HeldPart:
     """A pipeline rank's part of a model, and how much of it the rank holds."""
 
     rank: int
-    # The number of blocks of each of its stages.
+    # The number of blocks in each stage.
     layers: tuple[int, ...]
     # The positions of the model's first and last stage among its stages; None if it does not have them.
     first: int | None

@@ -57,7 +57,7 @@ def memories(
 ) -> dict[int, RankMemory]:
     """Return the memory of each pipeline rank, by its number.
 
-    blocks: the number of blocks of each stage of a pipeline; () for the cut of `tpfuse train`. Raise ValueError for
+    blocks: the number of blocks in each pipeline stage; () for the cut of `tpfuse train`. Raise ValueError for
     stages or micro-batches that the pipeline's schedule does not accept.
     """
     kept = activations(sizes, layout.share, program)

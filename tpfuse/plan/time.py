@@ -85,7 +85,7 @@ def step_times(
 ) -> StepTimes:
     """Return the times of a step. It is fast: `tpfuse plan` calls it for tens of thousands of layouts.
 
-    blocks: the number of blocks of each stage of a pipeline; () for the cut of `tpfuse train`.
+    blocks: the number of blocks in each pipeline stage; () for the cut of `tpfuse train`.
     """
     parts, cut = _parts_of(sizes, layout, cluster, program), _cut(sizes, layout, program, blocks)
     last = _rank_pass(parts, cut)
@@ -134,7 +134,7 @@ def _cut(sizes: ModelSizes, layout: RankLayout, program: TrainingProgram, blocks
 
 
 def _stage(parts: _Parts, kind: StageKind) -> StageSeconds:
-    """Return the seconds of the forward and of the backward pass of a stage."""
+    """Return the seconds of a stage's forward and backward passes."""
     forward, backward = (
         kind.blocks * sum(parts.block[index])
         + sum(parts.extra) / 2

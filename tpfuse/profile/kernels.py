@@ -1,4 +1,4 @@
-"""Which of tpfuse's kernels wait for other ranks, and which programs run those alone.
+"""The kernels that wait for other ranks, and the programs that run those alone.
 
 Nothing here imports torch or Triton. A test compares the table with what the kernels call.
 """

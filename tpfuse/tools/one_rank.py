@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Run on a GPU, or interpreted with tiny shapes if TRITON_INTERPRET=1 is set. Return the exit status.
 
-    It is 1 if a kernel waits, 2 if there is no GPU and kernels are not interpreted, else 0.
+    It is 1 if a kernel waits, 2 without a GPU unless kernels are interpreted, else 0.
     """
     arguments = _arguments()
     if not INTERPRETED and not torch.cuda.is_available():

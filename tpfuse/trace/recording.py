@@ -49,8 +49,8 @@ def record(
     `tpfuse profile summary FOLDER` explains the files of all ranks. model: whose layers get spans; None for no layers.
     group: all ranks, by default torch's default group if it is initialised; None for a single one. device: where the
     model computes, default the CPU. layout: how the ranks share the model, for the reader. Each group needs a folder of
-    its own. The file is also written if the block raises, without the step that did not end; one of an earlier
-    recording is deleted first. Raise OSError if it cannot be written.
+    its own. If the block raises, the file has the steps that ended; that of an earlier recording is deleted
+    first. Raise OSError if it cannot be written.
     """
     device = torch.device("cpu") if device is None else device
     group = default_group() if group == "default" else group

@@ -1,6 +1,6 @@
 """`--train.compile`: compiles the model by torch.compile and reports the compiler's errors in one line.
 
-The functions import the compiler themselves. The import takes seconds, which a run without the compiler does not spend.
+The functions import the compiler themselves. The import takes seconds, which only a run with the compiler spends.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _MOST = 300  # characters of the compiler's message
 
 
 def check_compiler() -> None:
-    """Raise UserError on a machine without GPUs that has no C++ compiler, which torch.compile calls there."""
+    """Raise UserError if there is no C++ compiler, which torch.compile calls on a machine without GPUs."""
     if device_count():
         return
     from torch._inductor.cpp_builder import get_cpp_compiler

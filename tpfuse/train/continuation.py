@@ -146,8 +146,8 @@ def _rounding(before: Options, options: TrainCommand, layers: int) -> float:
     """Return by how much the losses of two computations may differ, relative to a loss of at least 1.
 
     On the way to a logit about 8 operations in each layer, and 4 around the layers, each round by at most half of the
-    dtype's epsilon, with random signs. A token's loss is the difference of two values of the size of logits, and each
-    of the two computations has its own errors: 4 times the root of the number of operations.
+    dtype's epsilon, with random signs. A token's loss is the difference of two values as large as logits, and each of
+    the two computations has its own errors: together 4 times the root of the operations' number.
     """
     train, now = before["train"], options.train
     dtypes = {train["dtype"], train.get("autocast", "none"), now.dtype, now.autocast} - {"none"}

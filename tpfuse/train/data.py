@@ -220,7 +220,7 @@ def encode_text(
 
 
 def check_named(name: str, path: Path) -> None:
-    """Raise UserError if --data.tokenizer names no tokenizer for a token file that has no JSON file beside it."""
+    """Raise UserError unless --data.tokenizer can name the tokenizer of a token file without a JSON file."""
     if name in ("bytes", "chars"):  # bytes is the default, and chars takes its vocabulary from a text
         raise UserError(
             f"{path} has no {path.with_suffix('.json').name} beside it, which would name the tokenizer: pass"

@@ -21,7 +21,7 @@ from tpfuse.train.options import TrainCommand
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the tokens of a text are drawn (`tpfuse.models.generate`). temperature: 0 takes the most probable one."""
+    """The settings by which tokens are drawn (`tpfuse.models.generate`). temperature: 0 takes the most probable one."""
 
     temperature: float
     top_k: int | None = None

@@ -1,6 +1,6 @@
 """Start the ranks of a run on one machine, or join the ranks that a launcher has started.
 
-The ranks of one machine meet through a file in memory, so no port can be occupied and no file remains, and they
+The ranks of one machine meet through a file in memory, so they need no port and leave no file, and they
 communicate over the loopback interface. The parent passes SIGTERM and Ctrl-C on once; a second signal ends the ranks at
 once. When a rank fails, the others end too: at first by themselves, because their collectives fail, and after a grace
 period by SIGKILL. The parent then prints in one line why the run has ended.

@@ -1,4 +1,4 @@
-"""Which launcher has started this process as one of several, and its place among them, by the variables that it sets.
+"""The launcher that has started this process as one of several, and its place among them, by environment variables.
 
 The variables are those of torch's `distributed/run.py`, of Slurm's `env_array_for_step` (a batch script has none of a
 step), of `mpirun` of Open MPI 5 and `mpiexec` of MPICH 5 as they run, of HPE's PALS, and of Kubeflow's PyTorchJob.

@@ -373,5 +373,5 @@ class TrainingLoop:
 
 
 def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:
-    """Return the mean number of seconds of a step over intervals of (steps, seconds)."""
+    """Return the mean seconds that a step took, over intervals of (steps, seconds)."""
     return sum(seconds for _, seconds in intervals) / sum(steps for steps, _ in intervals)

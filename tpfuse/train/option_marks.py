@@ -56,7 +56,7 @@ def without(options: TrainCommand, places: Collection[Place]) -> TrainCommand:
 
 
 def suited(options: TrainCommand) -> TrainCommand:
-    """Return `options`, whose layout was changed, without those that mean nothing now and only round otherwise."""
+    """Return the options of a changed layout. Those that mean nothing in it are reset if they affect only rounding."""
     return without(options, [place for place in meaningless(options) if Effect.ROUNDING in marks()[place]])
 
 

@@ -337,7 +337,7 @@ def _parquet(file: TextFile) -> Iterator[Piece]:
 
 
 def _zstandard(raw: IO[bytes]) -> Any:
-    """Return what the frames of zstd in a file hold. An OSError without a number says that one is not whole."""
+    """Return what the frames of zstd in a file hold. An OSError without a number says that one is cut short."""
     package = optional_package("pyarrow", "a file compressed by zstd")
     return package.CompressedInputStream(package.PythonFile(raw, mode="r"), "zstd")
 

@@ -139,6 +139,7 @@ class Trainer:
         if replays(options, device, self.world):
             assert isinstance(self.engine, GradientBuckets)  # `tpfuse.train.rules`
             self.graph = StepGraph(self.engine, device, self.model_group)
+        self._powersgd = f"powersgd.{self.rank}."  # how the names of this rank's remainders begin
         self.step = 0
         self.ahead = 0  # tokens trained on, less those of `step` steps; not 0 if a run resumes with another batch
         self.loss_scale = _FIRST_SCALE if self._scales else 1.0
@@ -383,11 +384,6 @@ class Trainer:
                 slices = tuple((0, size) for size in tensor.shape)
                 shards[f"{self._powersgd}{matrix}.{kind}"] = [Shard(tuple(tensor.shape), slices, tensor, True)]
         return shards
-
-    @property
-    def _powersgd(self) -> str:
-        """Return the prefix of the names of this rank's remainders of PowerSGD."""
-        return f"powersgd.{self.rank}."
 
     def _layout(self) -> dict[str, Any]:
         """Return how the ranks share the model, which is equal on all ranks. Collective.

@@ -20,7 +20,7 @@ from tpfuse.zero.reducer.inter_node import Compression
 
 
 class StepState(Enum):
-    """How far an engine is in a step. The value completes the sentence "the engine has …" in error messages."""
+    """The progress of an engine in a step. The value completes the sentence "the engine has …" in error messages."""
 
     IDLE = "no gradients since the last update"
     ACCUMULATING = "begun a micro-batch that is not the last of its step"
@@ -75,12 +75,12 @@ class Engine(ABC):
         earlier micro-batch are reduced in its own pass, unless it is `local`: then this rank keeps them whole and adds
         them to those of the next pass that is reduced. Every rank must run as many passes that are reduced.
 
-        backwards: for a pipeline, which begins the whole step by one call with `last`: the number of backward passes of
-        each of the rank's stages until `finish()`. Forward and backward passes may follow each other in any order, and
-        a gradient that a backward pass writes to `.grad` without running hooks is taken by
+        backwards: for a pipeline, which begins the whole step by one call with `last`: the number of backward passes
+        that each stage of the rank runs until `finish()`. Forward and backward passes may follow each other in any
+        order, and a gradient that a backward pass writes to `.grad` without running hooks is taken by
         `for hook in parameter._post_accumulate_grad_hooks.values(): hook(parameter)`.
 
-        again: whether this may follow a last micro-batch that has no gradients which its pass has not reduced, as after
+        again: whether this may follow a last micro-batch whose pass has reduced all its gradients, as after
         `ZeroOptimizer.zero_grad()`; without a pass it counts as not begun.
 
         Raise ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, if a

@@ -150,7 +150,7 @@ class _Round:
 
 
 class Muon:
-    """Muon's update of the matrices of which the ranks of `group` hold rectangles.
+    """Muon's update of matrices that the ranks of `group` hold as rectangles.
 
     rectangles: the parameter and the slices of each rectangle that this rank holds. dtype: of the parameters, or of
     their masters. device: on which owners compute. traffic: counts what is exchanged. Collective. Raise PeerTimeout.

@@ -171,8 +171,8 @@ def matrices_of(model: nn.Module, named: Mapping[str, int | Sequence[Rows]]) -> 
     """Return the matrices in these parameters of this rank's model.
 
     named: by the names of parameters, the rows of each matrix (`hidden_matrices`), or into how many matrices of equal
-    height the parameter is to be cut. Raise ValueError for a parameter that the model does not train or that is no
-    matrix, and for rows that are not all of its rows once.
+    height the parameter is to be cut. Raise ValueError for a parameter that is frozen or no matrix, and
+    for rows that do not have each of its rows once.
     """
     found: list[HiddenMatrix] = []
     parameters = dict(model.named_parameters())

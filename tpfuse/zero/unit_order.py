@@ -1,7 +1,7 @@
-"""The check that ranks run the collectives of the units of stage 3 in one order.
+"""The check that ranks run the collectives of stage 3 in one order of units.
 
-A rank that skips a unit, or runs units in another order, would add the gradients of one unit to those of another one of
-the same size. Neither `fully_shard` nor NCCL notices that.
+A rank that skips a unit, or runs units in another order, would add one unit's gradients to those of another unit of
+its size. Neither `fully_shard` nor NCCL notices that.
 """
 
 import zlib

@@ -1,4 +1,4 @@
-"""The base of the updates of buckets and of stage 3: hyperparameters, the memory of the state, Muon."""
+"""The common base of the buckets' and stage 3's updates: hyperparameters, the memory of the state, Muon."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ _FENCES = {
     "fence.proxy.async.shared::cta": (True, False),
     "fence.proxy.async.global": (False, True),
 }
-# The forms of mbarrier -> the numbers of their targets and of the operands after the address
+# Form of mbarrier -> (number of targets, number of operands after the address)
 _MBARRIER_FORMS = {
     "init.shared::cta.b64": (0, 1),
     "inval.shared::cta.b64": (0, 0),

@@ -91,7 +91,7 @@ def joined(low: Bits, high: Bits) -> Bits:
 
 
 def on_halves(f: Callable[..., Bits]) -> Callable[..., list[Bits]]:
-    """Return a function that computes f of the lower and of the upper halves of 32-bit numbers."""
+    """Return a function that applies f to the lower and to the upper halves of 32-bit numbers."""
     return lambda *sources: [f(*x) for x in zip(*map(halves, sources), strict=True)]
 
 

@@ -13,7 +13,7 @@ Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, *, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """Return (out, lse). out is differentiable; lse must not be used unless `with_lse`."""
+    """Return (out, lse). out is differentiable; lse may be used only with `with_lse`."""
     out, lse = _Attend.apply(q, k, v, plan, with_lse)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -36,7 +36,7 @@ class _Attend(Function):
 
 @without_autocast
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, *, with_lse: bool) -> tuple[Tensor, Tensor, Kept]:
-    """Return (out, lse, what `backward` takes). lse must not be used unless `with_lse`."""
+    """Return (out, lse, what `backward` takes). lse may be used only with `with_lse`."""
     exchange, call = plan.exchange, plan.call
     if exchange is None:
         out, lse = plan.ring.forward(q, k, v, call)

@@ -42,7 +42,7 @@ class RingCall:
     def described(self, op: str, q: Tensor, k: Tensor) -> str:
         """Return the description of the operation `op` on q and k, which must be the same on every rank.
 
-        The ends of documents and the key of dropout are part of it on CPUs; on GPUs the host would wait for them.
+        On CPUs it includes the documents' ends and the dropout key; on GPUs the host would wait for them.
         """
         runs, on_cpu = self.runs, k.device.type == "cpu"
         text = f"{op} {k.dtype} {q.shape[1]} heads {list(k.shape)} causal {self.causal} window {self.window}"

@@ -249,7 +249,7 @@ def _used_by(name: str, end: Any) -> tuple[Function, list[Part]]:
 
 
 def _group_of_ends(group: dist.ProcessGroup | None, last: int) -> dist.ProcessGroup | None:
-    """Return the group of the first rank of a pipeline's group and of rank `last`; None on others. Collective."""
+    """Return the group of two ranks, a pipeline's first one and rank `last`; None on others. Collective."""
     assert group is not None
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 2:

@@ -132,7 +132,7 @@ class Held:
 
 
 class Holding(NamedTuple):
-    """How much a rank holds after one of its actions, in the order of its stages.
+    """The tensors that a rank holds after one of its actions, counted in the order of its stages.
 
     saved, gradients: by stage, the number of micro-batches of which it holds `Held.saved` and `Held.gradients`. passed:
     the number of tensors between two stages that it holds outside slots.

@@ -1,6 +1,6 @@
 """attention_forward: the forms of attention that have no gradient of their own, for `tpfuse verify`.
 
-The launches reach every row of the tables of the forward pass and of the merge.
+The launches reach every row of the tables for the forward pass and the merge.
 """
 
 from collections.abc import Callable
