@@ -86,7 +86,7 @@ def _counting(calls: Counter[str], owner: Any, name: str) -> AbstractContextMana
 
 
 def _compare(tp: int, name: Implementation) -> None:
-    """What is recomputed runs once more for the input and, in a GraphExecGroup, once more for the weights.
+    """A recomputed block runs once more for the input and, in a GraphExecGroup, once more for the weights.
 
     Without such a group torch runs one pass for the parameters of each layer, and each of a block's six layers makes
     the whole block run again.

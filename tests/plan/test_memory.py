@@ -62,7 +62,7 @@ def _formula(options: TrainCommand, config: GPTConfig) -> dict[int, RankMemory]:
 
 
 class Bytes(NamedTuple):
-    """What a rank holds: gradients are those that exist all the time, at stage 2 the sums of shards."""
+    """The bytes that a rank holds: gradients are those that exist all the time, at stage 2 the sums of shards."""
 
     parameters: int
     gradients: int

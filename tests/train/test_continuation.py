@@ -131,7 +131,7 @@ LOST = {
         "--train.recompute none",
     ),
 }
-"""What options need: flags by which a run has that, and flags by which the resumed run has not."""
+"""The needs of options: flags by which a run has that, and flags by which the resumed run has not."""
 VALUES = {
     "pp_schedule": "zbv", "pp_layers": "1,3", "cp_schedule": "ring", "cp_balance": "striped", "accumulate": "whole",
     "gradient_dtype": "parameter", "compression": "bf16", "muon_adjust": "original", "muon_coefficients": "3,-4,2",

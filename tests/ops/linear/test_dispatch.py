@@ -1,4 +1,4 @@
-"""What all tensor-parallel products share, apart from their numbers (test_parallel_products.py).
+"""The common behaviour of tensor-parallel products, apart from their numbers (test_parallel_products.py).
 
 The switch or measurements choose the implementation; ranks may arrive in any order; sums are in rank order; unequal
 numbers of rows are refused.
