@@ -124,6 +124,20 @@ def test_a_count_of_heads_that_is_a_property_keeps_a_layer_whole() -> None:
     assert set(kept.values()) == {"it fails on a rank's part: KeyError: 'num_heads'"}
 
 
+def test_parts_of_a_gradient_that_ranks_sum_must_be_the_whole_one() -> None:
+    model = decoder("qwen3")
+
+    class Shifted(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, *others = super().forward(*args, **kwargs)
+            return out + self.q_norm.weight.mean(), *others  # every rank adds it, also to what all compute
+
+    model.model.layers[0].self_attn.__class__ = Shifted
+    kept = _kept(model, sequence_parallel=False)
+    assert kept["model.layers.0.self_attn"].startswith("the gradient of q_norm.weight would differ")
+    assert "model.layers.0.self_attn" not in _kept(model), "ranks add it to their own tokens"
+
+
 def test_a_forward_that_is_set_on_a_module_is_kept_and_named() -> None:
     model = decoder("llama", num_hidden_layers=3)
     layers = model.model.layers
