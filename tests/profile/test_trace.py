@@ -59,7 +59,7 @@ class _Model(nn.Module):
         return x
 
 
-PLACES = {"direct": (HostCoordinatedMemory, "begin"), "collective": (CollectiveLinear, "_agree")}
+PLACES = {"direct": (HostCoordinatedMemory, "begin"), "collective": (CollectiveLinear, "_compare")}
 LATE = 1  # the rank that is late in linear_reduce_scatter of this layer
 LAYER = "h.1.down"
 

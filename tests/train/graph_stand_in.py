@@ -54,7 +54,7 @@ class GraphStandIn:
         self.captures += 1
         with (  # of what CPU ranks check on every call, GPUs check nothing, or only new shapes
             mock.patch.object(checks, "is_traced", return_value=True),
-            mock.patch.object(collectives, "agree"),
+            mock.patch.object(collectives, "compare"),
             _Recorder() as recorder,
         ):
             try:
