@@ -18,15 +18,15 @@ from triton.runtime import interpreter
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.explore import (
     PCT,
-    Choices,
     DeadlockError,
+    Decided,
     ExploreError,
     ProtocolError,
     RaceError,
     RoundRobin,
     Sequential,
     explore,
-    explore_bounded,
+    explore_all,
 )
 
 
@@ -338,7 +338,7 @@ def test_a_run_without_an_end_is_stopped() -> None:
 # Schedules
 
 
-@pytest.mark.parametrize("schedule", [Sequential(), RoundRobin(), PCT(3, length=50), Choices((0, 1, 0, 1))])
+@pytest.mark.parametrize("schedule", [Sequential(), RoundRobin(), PCT(3, length=50), Decided({0: (2, 1, 1)})])
 def test_a_schedule_makes_the_same_run_each_time(schedule) -> None:
     def program(memory):
         torch.rand(2)
@@ -361,50 +361,6 @@ def test_random_numbers_are_the_same_in_every_run_and_the_callers_state_is_kept(
         explore(program, 1)
         assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(values, drawn[0]) for values in drawn)
-
-
-def check_then_act(memory):
-    """Take a ticket; both ranks take it if one is interrupted after it has read the word and before it writes it."""
-    tickets = memory.signals("tickets", 1)
-    taken = memory.signals("taken", 1)
-    here = memory._run.memory.host_word("look", memory._word(tickets, 0, 0), 0)
-    if here == 0:
-        memory.signal(tickets, 0, 0, 1)
-        memory.signal(taken, memory.rank, 0, 1)
-    memory.barrier()
-    assert sum(int(part.item()) for part in taken.peers) == 1
-
-
-def test_one_preemption_finds_a_fault_that_no_order_of_whole_ranks_shows() -> None:
-    explore(check_then_act, 2, schedules=[Sequential()])
-    assert explore_bounded(check_then_act, 2, preemptions=0).exhausted
-    with pytest.raises(ProtocolError, match=r"schedules=\[Choices\(choices=\(") as caught:
-        explore_bounded(check_then_act, 2, preemptions=1)
-    with pytest.raises(ProtocolError) as again:
-        eval(caught.value.replay, globals())
-    assert again.value.replay == caught.value.replay
-
-
-def test_every_schedule_within_the_bound_is_tried_once() -> None:
-    def program(memory):
-        flags = memory.signals("flags", 1)
-        memory.signal(flags, memory.rank, 0, 1)
-
-    none, one = (explore_bounded(program, 2, preemptions=bound) for bound in (0, 1))
-    assert none.exhausted and one.exhausted
-    assert len(none.schedules) < len(one.schedules) == len(set(one.schedules))
-    assert not explore_bounded(program, 2, preemptions=1, limit=2).exhausted
-
-
-def test_without_preemptions_ranks_run_in_every_order() -> None:
-    orders = []
-
-    def program(memory):
-        orders.append(memory.rank)
-
-    assert explore_bounded(program, 3, preemptions=0).exhausted
-    runs = [tuple(orders[first : first + 3]) for first in range(0, len(orders), 3)]
-    assert sorted(runs) == sorted(itertools.permutations([0, 1, 2]))
 
 
 def test_a_failure_replays_from_its_expression() -> None:
@@ -541,9 +497,8 @@ def test_exploring_nothing_is_refused() -> None:
             explore(shift, 2, schedules=schedules)
     with pytest.raises(ValueError, match="world=0: expected at least one rank"):
         explore(shift, 0)
-    for bound in ({"limit": 0}, {"preemptions": -1}):
-        with pytest.raises(ValueError, match="expected at least 1 run and 0 preemptions"):
-            explore_bounded(shift, 2, **bound)
+    with pytest.raises(ValueError, match="seconds=0: expected a positive number"):
+        explore_all(shift, 2, seconds=0)
 
 
 def test_a_fault_of_the_explorer_is_not_blamed_on_the_program(monkeypatch) -> None:

@@ -108,7 +108,6 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
 class GatherSuite(ProtocolSuite):
     """The program for late ranks and the suites' common settings."""
 
-    seeds = 5
     modules = (signals, endpoint, engine_gather, all_gather_gemm, engines)
 
     def late_program(self, memory: SimulatedMemory) -> None:
@@ -202,6 +201,7 @@ class TestTwoStreams(GatherSuite):
     needed = (engine_gather, engines)
     test_waits_end = None  # type: ignore[assignment]  # that of TestGathering goes both ways
     worlds = ((4, 2), (4, 1), (6, 2))
+    all_worlds = ((4, 1),)
     faults = (
         Fault("signalled before it is copied", replace(SEND, f"{COPY}\n{SIGNAL}", by=f"{SIGNAL}\n{COPY}")),
         Fault("no rank is signalled", replace(SEND, SIGNAL, by="pass")),

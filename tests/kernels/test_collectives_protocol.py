@@ -46,7 +46,6 @@ class CollectiveSuite(ProtocolSuite):
 
     name: ClassVar[str]
     collectives: Mapping[str, Any]
-    seeds = 5
     fixtures = ("collectives",)
     worlds = ((2, 2), (2, 1), (3, 2))
 

@@ -66,7 +66,6 @@ COPIES = "it signals copies: test_engine_scatter_protocol.py has them"
 
 
 class TestGemmReduceScatter(ProtocolSuite):
-    seeds = 5
     modules = (signals, endpoint, gemm_reduce_scatter)
     needed = (gemm_reduce_scatter,)
     unneeded: ClassVar = {

@@ -106,8 +106,6 @@ class RingSuite(ProtocolSuite):
     calls: ClassVar[range]
     late_calls: ClassVar[tuple[int, int]]
 
-    seeds = 5
-
     def program(self, memory: SimulatedMemory) -> None:
         """Make calls one after another, with other data each."""
         group = Group(memory, self.ring)

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 
 class TestSendMessage(ProtocolSuite):
-    seeds = 5
     modules = (signals, send_message, symmetric, fused)
     needed = (send_message,)  # test_direct_protocol.py deletes the lines of symmetric.py
     worlds = ((2, 2), (3, 2), (2, 1))

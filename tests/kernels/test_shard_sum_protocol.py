@@ -59,7 +59,6 @@ KERNEL, SUM = shard_sums.shard_sum_kernel, shard_sums.sum_over_ranks
 
 
 class TestShardSum(ProtocolSuite):
-    seeds = 5
     modules = (signals, shard_sums)
     needed = (shard_sums,)
     worlds = ((2, 2), (2, 1), (3, 2))

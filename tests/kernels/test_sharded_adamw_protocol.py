@@ -101,7 +101,6 @@ BARRIER = "barrier(flags_ptr, abort_ptr, {}, rank, WORLD, ROUND=0, trace_ptr=tra
 
 
 class TestShardedAdamW(ProtocolSuite):
-    seeds = 5
     modules = (signals, shard_sums, sharded_adamw)
     needed = (sharded_adamw,)
     worlds = ((2, 2), (2, 1), (3, 2))

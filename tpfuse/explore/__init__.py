@@ -7,6 +7,7 @@
 
     def test_protocol():
         explore(protocol, world=3)       # raises RaceError, DeadlockError or ProtocolError, which says how to replay it
+        explore_all(protocol, world=2)   # every execution, not a sample
 
 The ranks run in one process under Triton's interpreter (TRITON_INTERPRET=1), one at a time. The schedule may switch to
 another rank before every operation on symmetric memory, so a schedule and its seed reproduce a run exactly. Vector
@@ -20,9 +21,9 @@ from tpfuse.explore.errors import ProtocolError as ProtocolError
 from tpfuse.explore.errors import RaceError as RaceError
 from tpfuse.explore.explorer import Report as Report
 from tpfuse.explore.explorer import explore as explore
-from tpfuse.explore.explorer import explore_bounded as explore_bounded
+from tpfuse.explore.explorer import explore_all as explore_all
 from tpfuse.explore.schedules import PCT as PCT
-from tpfuse.explore.schedules import Choices as Choices
+from tpfuse.explore.schedules import Decided as Decided
 from tpfuse.explore.schedules import RoundRobin as RoundRobin
 from tpfuse.explore.schedules import Schedule as Schedule
 from tpfuse.explore.schedules import Sequential as Sequential

@@ -25,7 +25,7 @@ Every call that moves a clock is logged, so that a log can be run again under a 
 release".
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -158,6 +158,19 @@ class Clocks:
                 np.maximum(clock, self._published[operation.word], out=clock)
             self._published[operation.word] = clock
         self._tick(chain)  # for all semantics, so that times are the same under every supposition
+
+    def snapshot(self, chain: int) -> Callable[[], None]:
+        """Return a function that forgets what a chain has done and acquired since; no other chain has gone on."""
+        rows = [(x, x[chain].copy()) for x in (self.knows, self._acquired, self._observed)]
+        covered, published, length = self._covered[chain], dict(self._published), len(self.log)
+
+        def undo() -> None:
+            for array, row in rows:
+                array[chain] = row
+            self._covered[chain], self._published = covered, published
+            del self.log[length:]
+
+        return undo
 
     def suppose(self, supposition: Supposition) -> "Clocks":
         """Return the clocks as they would be now if this line were changed."""

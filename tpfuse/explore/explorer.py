@@ -1,19 +1,22 @@
 """`explore` runs a program on several ranks under several schedules, until one of them shows a fault."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 import triton
 
 from tpfuse.explore.clocks import Line
 from tpfuse.explore.errors import ExploreError
+from tpfuse.explore.event_scheduler import EventScheduler
 from tpfuse.explore.interpreter_hooks import hooked
+from tpfuse.explore.reduction import Decisions, Reduction, Redundant
 from tpfuse.explore.run import ExploredRun, RunOptions
-from tpfuse.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential
+from tpfuse.explore.scheduler import Scheduler
+from tpfuse.explore.schedules import PCT, Decided, RoundRobin, Schedule, Sequential
 from tpfuse.explore.simulated_memory import SimulatedMemory
 from tpfuse.explore.torch_operations import LeavingTorch, TorchOperations
 
@@ -37,14 +40,17 @@ class Report:
     """The runs of an exploration that found no fault.
 
     steps, logs: the number of steps and the log of each schedule's run. shared_lines: (file, line) of the atomic
-    operations on words that two ranks accessed. exhausted: whether every schedule within the bound was run.
+    operations on words that two ranks accessed. exhausted: whether these are all executions (`explore_all`). redundant:
+    how many more were begun, and given up because they were equivalent to others.
     """
 
+    world: int
     schedules: list[Schedule] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     logs: list[list[tuple[int, int]]] = field(default_factory=list)
     shared_lines: set[Line] = field(default_factory=set)
     exhausted: bool = False
+    redundant: int = 0
 
     def add(self, schedule: Schedule, run: ExploredRun) -> None:
         """Add a run without a fault."""
@@ -54,6 +60,10 @@ class Report:
         self.shared_lines |= run.memory.shared_lines()
 
     def __str__(self) -> str:
+        if all(isinstance(schedule, Decided) for schedule in self.schedules):
+            which = "all of them" if self.exhausted else "not all"
+            count = f"{len(self.schedules)} execution{'s'[: len(self.schedules) != 1]}"
+            return f"{self.world} ranks, {count}, {which}: no fault"
         return f"{len(self.schedules)} schedules, {sum(self.steps)} steps: no fault"
 
 
@@ -83,10 +93,9 @@ def explore(
     ValueError without TRITON_INTERPRET=1, without a rank and without a schedule; RuntimeError inside another
     exploration.
     """
-    if world < 1:
-        raise ValueError(f"world={world}: expected at least one rank")
+    _check_world(world)
     options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
-    report = Report()
+    report = Report(world)
     with _exploring(launches) as enter:
         for schedule in _standard(seeds, report) if schedules is None else schedules:
             run = _execute(program, world, schedule, options, enter)
@@ -96,6 +105,11 @@ def explore(
     return report
 
 
+def _check_world(world: int) -> None:
+    if world < 1:
+        raise ValueError(f"world={world}: expected at least one rank")
+
+
 def _standard(seeds: Iterable[int], report: Report) -> Iterator[Schedule]:
     yield Sequential()
     yield RoundRobin()
@@ -103,27 +117,76 @@ def _standard(seeds: Iterable[int], report: Report) -> Iterator[Schedule]:
         yield PCT(seed, length=report.steps[0])
 
 
-def explore_bounded(
-    program: Program, world: int, *, preemptions: int = 1, limit: int = 10_000, **options: Any
+def explore_all(
+    program: Program,
+    world: int,
+    *,
+    seconds: float = 60.0,
+    resident: int = 1,
+    timeouts: bool = False,
+    barrier_rule: bool = True,
+    max_steps: int = 200_000,
 ) -> Report:
-    """Run `explore` under every schedule with at most `preemptions` switches away from a rank that could continue.
+    """Run every execution of `program(memory)` on ranks 0 to world - 1, one for each order of operations that matters.
 
-    There are at most `limit` runs; `exhausted` of the report says whether these were all. This is feasible for two
-    ranks and one iteration. options: those of `explore`, but for schedules and seeds.
+    Executions that differ only in the order of independent operations, in how often a wait polls, or in later values of
+    a word with which a wait ends as well, count as one (`tpfuse.explore.reduction`). seconds: after which no further
+    one begins; `exhausted` of the report says whether there was none. The other options are those of `explore`. The
+    replay of an error has as few decisions as were found to show it.
+
+    Raise what `explore` raises; and ProtocolError for a loop that reads the same values again and again, in states that
+    differ, and for one in inline assembly: whether it waits is then not known.
     """
-    if limit < 1 or preemptions < 0:
-        raise ValueError(f"limit={limit}, preemptions={preemptions}: expected at least 1 run and 0 preemptions")
-    stack = [Choices()]
+    if seconds <= 0:
+        raise ValueError(f"seconds={seconds}: expected a positive number")
+    _check_world(world)
+    options = RunOptions(resident, timeouts, barrier_rule=barrier_rule, max_steps=max_steps)
+    report, reduction, end = Report(world), Reduction(), time.monotonic() + seconds
+    with _exploring(interpreted) as enter:
+        while True:
+            schedule = _Following(reduction)
+            try:
+                report.add(schedule, _execute(program, world, schedule, options, enter))
+                report.schedules[-1] = Decided(dict(reduction.decisions))
+            except Redundant:
+                report.redundant += 1
+            except ExploreError as error:
+                raise _with_fewer_decisions(error, reduction.decisions, program, world, options, enter) from None
+            report.exhausted = not reduction.finish()
+            if report.exhausted or time.monotonic() > end:
+                return report
 
-    def schedules() -> Iterator[Schedule]:
-        for _ in range(limit):
-            if stack:
-                yield (schedule := stack.pop())
-                stack.extend(map(Choices, schedule.tracing.alternatives(preemptions)))
 
-    report = explore(program, world, schedules=schedules(), **options)
-    report.exhausted = not stack
-    return report
+class _Following(Schedule):
+    """The execution that a reduction wants next; shown as what it was."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+
+    def scheduler(self, patience: int, max_steps: int) -> Scheduler:
+        self._reduction.start()
+        return EventScheduler(self._reduction, max_steps)
+
+
+def _with_fewer_decisions(
+    error: ExploreError,
+    decisions: Decisions,
+    program: Program,
+    world: int,
+    options: RunOptions,
+    enter: Callable[[ExploredRun], None],
+) -> ExploreError:
+    """Return an error of the same type that fewer of the decisions show: none can be left out alone."""
+    for left_out in (None, *reversed(decisions)):
+        fewer = {event: thread for event, thread in decisions.items() if event != left_out}
+        try:
+            _execute(program, world, Decided(fewer), options, enter)
+        except ExploreError as found:
+            if type(found) is type(error):
+                decisions, error = fewer, found
+        except ValueError:  # a decision that is not possible without the one that was left out
+            continue
+    return error
 
 
 def _execute(

@@ -120,11 +120,15 @@ def execute(
         given[f"%place{number}"] = _padded(places, 64, threads)
     index, own_thread = run.scheduler.current.program, _OWN_THREAD.search(text) is not None
     assert index is not None
+    task = run.scheduler.current
+    task.in_assembly = True
     try:
         _kernel(text, constraints, threads).run_program(index, grid, given, _Memory(run, count, own_thread))
     except PtxError as error:
         message = re.sub(r"^line \d+: ", "", str(error).partition("\n")[0]).replace("%operand", "$")
         raise ValueError(f"inline assembly: {message}") from None
+    finally:
+        task.in_assembly = False
     for result, output in zip(results, outputs, strict=True):
         kind = f"u{output.itemsize}"
         output.ravel().view(kind)[:] = result.astype(kind)

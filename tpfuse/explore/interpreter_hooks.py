@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from numpy.typing import NDArray
+from torch import Tensor
 from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime import interpreter
@@ -64,11 +65,13 @@ class _Operations:
         size = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
         parts = self._memory.touched(_addresses(ptrs, mask))
         if not parts:
-            return _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
+            value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
+            self._memory.loaded(np.asarray(value.data))
+            return value
         site = self._memory.access(parts, size, "load", write=False)
         value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
         if ptrs.data.size == 1:
-            self._memory.polled(parts, np.asarray(value.data).ravel(), site)
+            self._memory.polled(parts, site)
         return value
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +80,8 @@ class _Operations:
         parts = self._memory.touched(_addresses(ptrs, mask))
         if parts:
             self._memory.access(parts, size, "store", write=True)
+        else:
+            self._scheduler.acted(self._scheduler.current)
         result = _PLAIN.create_masked_store(_BUILDER, ptrs, value, mask, *args, **kwargs)
         self._memory.written(parts)
         return result
@@ -163,9 +168,15 @@ def _launch(run: ExploredRun, executor: Any, args: tuple[Any, ...], kwargs: dict
     grid = (*grid, 1, 1)[:3]
 
     threads = 32 * kwargs.get("num_warps", 4)
+    tensors = [
+        (number, x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes())
+        for number, x in enumerate((*args, *kwargs.values()))
+        if isinstance(x, Tensor)
+    ]
 
     def begin(index: tuple[int, ...]) -> None:
         run.scheduler.current.threads, run.scheduler.current.some_threads = threads, False
+        run.scheduler.current.tensors = tensors
         _BUILDER.set_grid_dim(*grid)
         _BUILDER.set_grid_idx(*index)
 
@@ -194,6 +205,7 @@ def hooked() -> Iterator[Callable[[ExploredRun], None]]:
         vars(_BUILDER).update({name: getattr(operations, name) for name in names})
         run.scheduler.save = lambda: {name: vars(_BUILDER).get(name) for name in ("grid_dim", "grid_idx")}
         run.scheduler.restore = vars(_BUILDER).update
+        run.scheduler.state = run.memory.state
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         _launch(current[0], executor, args, kwargs)

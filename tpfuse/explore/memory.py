@@ -1,6 +1,6 @@
 """The symmetric memory of a run: before every operation the schedule may switch ranks, and then it is checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from tpfuse.explore.clocks import Atomic, Clocks, Line, Word
 from tpfuse.explore.errors import ProtocolError, RaceError
 from tpfuse.explore.explanation import explain
-from tpfuse.explore.scheduler import Scheduler
+from tpfuse.explore.scheduler import Scheduler, WordOperation
 from tpfuse.explore.shadow import Indices, Region
 from tpfuse.explore.sites import Site, lines_here, text_of
+from tpfuse.explore.spins import numbers_of, state_here
 
 Addresses = NDArray[np.uint64]
 Parts = list[tuple[Region, Addresses]]
@@ -62,6 +63,18 @@ class CheckedMemory:
             self.sites.append(site)
         return self._numbers[site]
 
+    def state(self) -> Hashable:
+        """Return what identifies the state of the interpreted kernel that runs; None in a rank and in assembly."""
+        task = self._scheduler.current
+        return None if task.program is None or task.in_assembly else state_here(self._roots, self._place)
+
+    def _place(self, address: int) -> tuple[Hashable, int] | None:
+        regions = ((x.identity, x.low, x.high) for x in self.regions)
+        for name, low, high in (*self._scheduler.current.tensors, *regions):
+            if low <= address < high:
+                return name, low
+        return None
+
     def line_of(self, site: int) -> str:
         """Return "file:line: text" of the site with this number."""
         return text_of(self.sites[site].lines[0])
@@ -95,13 +108,16 @@ class CheckedMemory:
         task = self._scheduler.current
         site = self.site(operation)
         scalar = len(parts) == 1 and parts[0][1].size == 1
-        self._scheduler.switch(task, site, _words(parts) if scalar and not write else ())
-        if write or not scalar:
-            task.polled.clear()
+        poll = self._operation(parts, site, ordered=False) if scalar and not write else None
+        self._scheduler.switch(task, site, poll)
+        if poll is None:
+            self._scheduler.acted(task, write)
         for region, part in parts:
             index = self._inside(region, part, size, site)
             if region.checked:
                 self._check(region, index, site, write=write, atomic=False)
+        if not write:
+            self._scheduler.observe(task, lambda: b"".join(region.content(part, size) for region, part in parts))
         return site
 
     def written(self, parts: Parts) -> None:
@@ -109,16 +125,40 @@ class CheckedMemory:
         for _, part in parts:
             self._scheduler.changed(int(part.min()), int(part.max()))
 
-    def polled(self, parts: Parts, values: NDArray[Any], site: int) -> None:
-        """Report words that were read and not changed."""
-        numbers = tuple(values.tolist())
+    def loaded(self, values: NDArray[Any]) -> None:
+        """Report what a program has loaded from other memory."""
+        self._scheduler.observe(self._scheduler.current, lambda: numbers_of(values, self._place))
+
+    def seen(self, result: object) -> None:
+        """Report what an operation has told the current rank, other than in tensors."""
+        if isinstance(result, bool | int | float | str | list):
+            self._scheduler.observe(self._scheduler.current, lambda: repr(result))
+
+    def polled(self, parts: Parts, site: int) -> None:
+        """Report a plain load of one word, which may be a poll."""
+        operation = self._operation(parts, site, ordered=False)
+        self._scheduler.polled(self._scheduler.current, operation, operation.read())
+
+    def _operation(
+        self, parts: Parts, site: int, *, ordered: bool, ends: Callable[[tuple[bytes, ...]], bool] | None = None
+    ) -> WordOperation:
+        """Return what the schedule has to know of an operation on whole elements. ordered: whether it is atomic."""
+        places = [
+            (region, int(i), int(at))
+            for region, part in parts
+            for i, at in zip(region.elements(part, 1), part, strict=True)
+        ]
+        words = tuple((region.identity, i) for region, i, _ in places) if ordered else ()
+
+        def read() -> tuple[bytes, ...]:
+            return tuple(region.element(i) for region, i, _ in places)
 
         def where() -> str:
-            names = [region.name(int(i)) for region, part in parts for i in region.elements(part, 1)]
-            words = ", ".join(f"{name} is {number}" for name, number in zip(names, numbers, strict=True))
-            return f"{self.line_of(site)}\n    {words}"
+            named = ", ".join(f"{region.name(i)} is {region.number(i)}" for region, i, _ in places)
+            return f"{self.line_of(site)}\n    {named}"
 
-        self._scheduler.poll(self._scheduler.current, _words(parts), numbers, where)
+        checked = all(region.checked for region, *_ in places)
+        return WordOperation(tuple(at for *_, at in places), words if checked else None, read, where, ends)
 
     def _check(self, region: Region, index: Indices, site: int, *, write: bool, atomic: bool) -> None:
         task = self._scheduler.current
@@ -139,13 +179,16 @@ class CheckedMemory:
         parts: Parts,
         semantics: Semantics,
         perform: Callable[[], tuple[Any, NDArray[Any], NDArray[Any], NDArray[np.bool_]]],
+        ends: Callable[[tuple[bytes, ...]], bool] | None = None,
     ) -> Any:
         """Perform an atomic operation on the words `parts`, and return its result.
 
-        perform() returns the result, the old and the new values of the words, and whether it stored each of them.
+        perform() returns the result, the old and the new values of the words, and whether it stored each of them. ends:
+        as in `WordOperation`.
         """
         task, site = self._scheduler.current, self.site(operation)
-        self._scheduler.switch(task, site, _words(parts))
+        ready = self._operation(parts, site, ordered=True, ends=ends)
+        self._scheduler.switch(task, site, ready)
         words: list[tuple[Region, int]] = []
         for region, part in parts:
             index = self._inside(region, part, region.step, site)
@@ -155,16 +198,14 @@ class CheckedMemory:
         for region, element in words:
             if region.checked:
                 self._scope(region, element, semantics.scope, site)
+        values = ready.read()
         result, old, new, stored = perform()
         for (region, element), done in zip(words, stored.tolist(), strict=True):
             if region.checked:
                 self._order(region, element, semantics, bool(done), site)
-        if (stored & (old != new)).any():
-            task.polled.clear()
-            for _, part in parts:
-                self._scheduler.changed(int(part.min()), int(part.max()))
-        else:
-            self.polled(parts, old, site)
+        changed = stored & (old != new)
+        acted = stored & (changed | semantics.releases | (not semantics.modifies)) & semantics.writes
+        self._scheduler.performed(task, ready, values, changed, acted)
         return result
 
     def _order(self, region: Region, element: int, semantics: Semantics, stored: bool, site: int) -> None:
@@ -220,8 +261,12 @@ class CheckedMemory:
         index: int,
         semantics: Semantics = HOST_WAIT,
         change: Callable[[int], int | None] = lambda old: None,
+        ends: Callable[[int], bool] | None = None,
     ) -> int:
-        """Return the old value of a word, which becomes change(old value) unless that is None."""
+        """Return the old value of a word, which becomes change(old value) unless that is None.
+
+        ends: whether a value ends a wait, to which it makes no other difference.
+        """
         word = region.words[index : index + 1]
 
         def perform() -> tuple[int, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
@@ -231,8 +276,5 @@ class CheckedMemory:
             return int(old[0]), old, word.copy(), np.array([new is not None])
 
         address = np.array([region.base + index * region.step], np.uint64)
-        return int(self.atomic(operation, [(region, address)], semantics, perform))
-
-
-def _words(parts: Parts) -> tuple[int, ...]:
-    return tuple(int(address) for _, part in parts for address in part)
+        known = (lambda values: ends(int.from_bytes(values[0], "little", signed=True))) if ends is not None else None
+        return int(self.atomic(operation, [(region, address)], semantics, perform, known))

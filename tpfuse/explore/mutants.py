@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from tpfuse.explore.errors import ExploreError
-from tpfuse.explore.explorer import Program, Report, explore
+from tpfuse.explore.explorer import Program, Report, explore, explore_all
 from tpfuse.explore.fresh_modules import fresh, original_file
 
 _WEAKER = {"acq_rel": ("relaxed", "acquire", "release"), "acquire": ("relaxed",), "release": ("relaxed",)}
@@ -83,7 +83,7 @@ def surviving(
     unchanged: Report | None = None,
     **options: Any,
 ) -> list[Mutant]:
-    """Return the mutants of `targets` (or of `mutants`) with which `explore(program, world, **options)` does not fail.
+    """Return the mutants of `targets` (or of `mutants`) with which no execution of the program fails.
 
     program_of(*modules) makes the program from fresh copies of the targets' modules, in their order. The copies import
     each other, and modules that are imported while the program runs import the copies too. Modules that register
@@ -91,18 +91,19 @@ def surviving(
     program in such copies, which is explored first if that is missing. Raise ExploreError if it fails.
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
-    if options.get("schedules") is not None:
+    run = explore_all if options.get("schedules") is None else explore
+    if run is explore:
         options["schedules"] = list(options["schedules"])
     if unchanged is None:
         with fresh(modules) as copies:
-            unchanged = explore(program_of(*copies), world, **options)
+            unchanged = run(program_of(*copies), world, **options)
     shared = {(original_file(file), line) for file, line in unchanged.shared_lines}
     options = {"max_steps": 20 * max(unchanged.steps) + 1000} | options
     survivors = []
     for mutant in mutants_of(*targets) if mutants is None else mutants:
         with fresh(modules, {mutant.module: mutant.source}) as copies:
             try:
-                explore(program_of(*copies), world, **options)
+                run(program_of(*copies), world, **options)
             except ExploreError:
                 continue
         first, last = mutant.lines

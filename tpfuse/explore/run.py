@@ -9,7 +9,7 @@ import torch
 
 from tpfuse.explore.errors import ProtocolError
 from tpfuse.explore.memory import CheckedMemory
-from tpfuse.explore.scheduler import GRID, PLACE, Scheduler, Task
+from tpfuse.explore.scheduler import GRID, PLACE, Task
 from tpfuse.explore.schedules import Schedule
 from tpfuse.explore.shadow import Region
 from tpfuse.explore.sites import actor, is_foreign, text_of
@@ -36,7 +36,7 @@ class ExploredRun:
         self, body: Callable[["ExploredRun", int], None], world: int, schedule: Schedule, options: RunOptions
     ) -> None:
         self.world, self.options = world, options
-        self.scheduler = Scheduler(schedule, patience=options.patience, max_steps=options.max_steps)
+        self.scheduler = schedule.scheduler(patience=options.patience, max_steps=options.max_steps)
         roots = frozenset({ExploredRun._live.__code__, ExploredRun._program.__code__})
         self.memory = CheckedMemory(self.scheduler, options.barrier_rule, roots)
         self.aborts = [Region("abort", rank, torch.Size([1]), torch.int32, checked=False) for rank in range(world)]
@@ -48,14 +48,16 @@ class ExploredRun:
         self._arrived: dict[str, list[Task]] = {}
         self._fault: tuple[Exception, tuple[int, ...]] | None = None  # the last error of a kernel, and its program
         self._missing: dict[int, int] = {}  # rank -> the rank that was missing when its wait was ended
+        self._launches: dict[int, int] = {}  # rank -> the number of its launches
         self._programs_left: dict[int, int] = {}  # rank -> programs of its grid that have not begun
         self.scheduler.on_stall, self.scheduler.describe = self._time_out, self._unbegun
         self.scheduler.wrap = self._failure
+        self.scheduler.snapshot = self.memory.clocks.snapshot
 
     def execute(self) -> BaseException | None:
         """Run all ranks until they end or one fails; return the first failure."""
         for rank in range(self.world):
-            self.scheduler.spawn(rank, self.memory.clocks.new_chain(), self._live)
+            self.scheduler.spawn(rank, self.memory.clocks.new_chain(), self._live, (rank,))
         self.scheduler.run()
         return self.scheduler.error
 
@@ -93,7 +95,7 @@ class ExploredRun:
                 task.chain, task.program = task.stream, None
         else:
             self._interleave(task, chains, indices, begin, kernel)
-        task.polled.clear()
+        self.scheduler.acted(task)
         self.memory.clocks.join(task.stream, chains)
 
     def chain_of(self, stream: int, number: int) -> int:
@@ -111,12 +113,13 @@ class ExploredRun:
         kernel: Callable[[], object],
     ) -> None:
         task.chain, task.program = chain, index
-        task.polled.clear()
+        self.scheduler.acted(task)
         self._programs_left[task.rank] -= 1
         self.memory.clocks.fork(task.stream, chain)
         begin(index)
         try:
-            kernel()
+            with self.scheduler.program(task, index):
+                kernel()
         except Exception as error:
             self._fault = error, index
             raise
@@ -131,20 +134,26 @@ class ExploredRun:
     ) -> None:
         """Interleave up to `resident` programs; they begin in the order of the grid."""
         children: list[Task] = []
+        launch = self._launches[parent.rank] = self._launches.get(parent.rank, 0) + 1
 
         def live(task: Task, chain: int, index: tuple[int, ...]) -> None:
             self._program(task, chain, index, begin, kernel)
-            for waiting in [child for child in children if child.held][:1]:
+            if any(child.held for child in children):
+                self.scheduler.mark(task, ("places", parent.name, launch))
+                waiting = next(child for child in children if child.held)
                 waiting.held = ""
+                self.scheduler.joined([waiting], [task])
             if all(child.done or child is task for child in children):
                 parent.held = ""
 
-        for chain, index in zip(chains, indices, strict=True):
+        for number, (chain, index) in enumerate(zip(chains, indices, strict=True)):
             body = lambda task, chain=chain, index=index: live(task, chain, index)  # noqa: E731
-            children.append(self.scheduler.spawn(parent.rank, parent.stream, body))
+            name = (*parent.name, launch, number)
+            children.append(self.scheduler.spawn(parent.rank, parent.stream, body, name, parent))
             children[-1].held = "" if len(children) <= self.options.resident else PLACE
         parent.held = GRID
         self.scheduler.dispatch(parent)
+        self.scheduler.joined([parent], children)
 
     def beside(self, work: Callable[[], None], before: int | None) -> int:
         """Run the current rank's work on a chain of its own, which is returned.
@@ -192,12 +201,14 @@ class ExploredRun:
         task, arrived = self.scheduler.current, self._arrived.setdefault(what, [])
         site = self.memory.site(what)
         self.scheduler.switch(task, site)
+        self.scheduler.acted(task)
         arrived.append(task)
         if len(arrived) == self.world:
             if joins:
                 self.memory.clocks.barrier([other.chain for other in arrived])
             for other in arrived:
                 other.held = ""
+            self.scheduler.joined(arrived)
             arrived.clear()
             self.scheduler.progress()
         else:

@@ -6,22 +6,35 @@ pick(ready, current, step) -> one of `ready`, where threads are numbered in the 
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-Pick = Callable[[Sequence[int], int, int], int]
+from tpfuse.explore.event_scheduler import EventScheduler
+from tpfuse.explore.reduction import Decisions, Execution
+from tpfuse.explore.scheduler import Pick, Scheduler
 
 
 class Schedule(ABC):
-    """Chooses the thread that runs next, with the same choices each time it is started."""
+    """Chooses the thread that runs next, with the same choices in each run."""
+
+    @abstractmethod
+    def scheduler(self, patience: int, max_steps: int) -> Scheduler:
+        """Return the scheduler of one run."""
+
+
+class Picking(Schedule):
+    """A schedule that chooses before every operation on symmetric memory."""
 
     @abstractmethod
     def start(self) -> Pick:
         """Return the function that makes the choices of one run."""
 
+    def scheduler(self, patience: int, max_steps: int) -> Scheduler:
+        return Scheduler(self.start(), patience=patience, max_steps=max_steps)
+
 
 @dataclass(frozen=True)
-class Sequential(Schedule):
+class Sequential(Picking):
     """Lets a rank run until it has to wait, which gives the fewest switches."""
 
     def start(self) -> Pick:
@@ -29,7 +42,7 @@ class Sequential(Schedule):
 
 
 @dataclass(frozen=True)
-class RoundRobin(Schedule):
+class RoundRobin(Picking):
     """Chooses the next rank at every operation, which gives the most switches."""
 
     def start(self) -> Pick:
@@ -37,7 +50,7 @@ class RoundRobin(Schedule):
 
 
 @dataclass(frozen=True)
-class PCT(Schedule):
+class PCT(Picking):
     """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): the thread with the highest priority runs.
 
     Priorities are random. At depth - 1 random steps among the first `length`, the priority of the running thread drops
@@ -65,48 +78,15 @@ class PCT(Schedule):
         return pick
 
 
-@dataclass(unsafe_hash=True)  # equal by its choices, which do not change
-class Choices(Schedule):
-    """Makes the given choices first (0: the running thread continues; n: the n-th of the others); then never switches
-    away from a thread that can continue.
+@dataclass(frozen=True)
+class Decided(Schedule):
+    """Lets a thread run until it has to wait, but for some decisions, and switches before operations on words alone.
 
-    tracing: of the last run, from which further choices follow.
+    decisions: the number of an event (an operation on words, without the polls of a wait that goes on) -> the thread
+    that performs it: (rank,), or (rank, launch, program) of programs that interleave.
     """
 
-    choices: tuple[int, ...] = ()
-    tracing: "Tracing" = field(init=False, repr=False, compare=False)
+    decisions: Decisions
 
-    def start(self) -> Pick:
-        self.tracing = Tracing(self.choices)
-        return self.tracing
-
-
-class Tracing:
-    """Follows `choices`, and records at each step how many threads could have been chosen."""
-
-    def __init__(self, choices: Sequence[int]) -> None:
-        self.choices = list(choices)
-        # For each step: the choice, the number of threads to choose from, whether a switch interrupts a thread.
-        self.trace: list[tuple[int, int, bool]] = []
-
-    def __call__(self, ready: Sequence[int], current: int, step: int) -> int:
-        order = sorted(ready, key=lambda number: (number != current, number))
-        chosen = self.choices[len(self.trace)] if len(self.trace) < len(self.choices) else 0
-        if chosen >= len(order):
-            raise ValueError(
-                f"choice {chosen} at step {step}: expected at most {len(order) - 1}; the choices are of another program"
-            )
-        self.trace.append((chosen, len(order), order[0] == current))
-        return order[chosen]
-
-    def alternatives(self, preemptions: int) -> Iterator[tuple[int, ...]]:
-        """Yield choices that leave this run after its given choices, with at most `preemptions` interruptions.
-
-        Bounding the number of interruptions is the method of CHESS (Musuvathi et al., OSDI 2008).
-        """
-        spent = 0
-        for step, (chosen, width, interrupts) in enumerate(self.trace):
-            if step >= len(self.choices) and spent + interrupts <= preemptions:
-                for other in range(1, width):
-                    yield (*(choice for choice, _, _ in self.trace[:step]), other)
-            spent += bool(interrupts and chosen)
+    def scheduler(self, patience: int, max_steps: int) -> Scheduler:
+        return EventScheduler(Execution(self.decisions), max_steps)

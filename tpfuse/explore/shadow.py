@@ -38,10 +38,21 @@ class Region:
     writes. It is enough to keep the last plain write: an earlier one is ordered before it, or was reported.
     """
 
-    def __init__(self, key: str, rank: int, shape: torch.Size, dtype: torch.dtype, *, checked: bool = True) -> None:
+    def __init__(
+        self,
+        key: str,
+        rank: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        generation: int = 0,
+        checked: bool = True,
+    ) -> None:
         self.key, self.rank, self.shape, self.dtype, self.checked = key, rank, shape, dtype, checked
+        self.identity = key, generation, rank
         self.count, self.step, self.freed = shape.numel(), dtype.itemsize, False
         self._memory = torch.zeros(self.count * self.step + 2 * RED_ZONE, dtype=torch.uint8)
+        self._bytes = self._memory.numpy()
         inside = self._memory[RED_ZONE : RED_ZONE + self.count * self.step]
         self.tensor: Tensor = inside.view(dtype).view(shape)
         self.base = self._memory.data_ptr() + RED_ZONE
@@ -62,6 +73,22 @@ class Region:
         if size <= self.step:
             return index
         return (index[:, None] + np.arange(size // self.step)).ravel()
+
+    def element(self, index: int) -> bytes:
+        """Return the bytes of an element."""
+        begin = RED_ZONE + index * self.step
+        return self._bytes[begin : begin + self.step].tobytes()
+
+    def number(self, index: int) -> int | float:
+        """Return the value of an element; types that numpy has not as an integer."""
+        kind = "f" if self.dtype in (torch.float32, torch.float64) else "i"
+        number: int | float = np.frombuffer(self.element(index), f"{kind}{self.step}")[0].item()
+        return number
+
+    def content(self, addresses: NDArray[np.uint64], size: int) -> bytes:
+        """Return the bytes that accesses of `size` bytes at these addresses read."""
+        places = (addresses.astype(np.int64) - self.low).ravel()[:, None] + np.arange(size)
+        return bytes(self._bytes[np.clip(places, 0, len(self._bytes) - 1)])
 
     def name(self, element: int) -> str:
         """Return the description of an element: the buffer's key, the index and the rank."""

@@ -43,7 +43,7 @@ class SimulatedMemory(SymmetricMemory):
         generation = self._made[key] = self._made.get(key, 0) + 1
         parts = self._run.parts.get((key, generation))
         if parts is None:
-            parts = [Region(key, rank, shape, dtype) for rank in range(self.world)]
+            parts = [Region(key, rank, shape, dtype, generation=generation) for rank in range(self.world)]
             self._run.parts[key, generation] = parts
             self._run.memory.regions += parts
         elif (parts[0].shape, parts[0].dtype) != (shape, dtype):
@@ -68,7 +68,11 @@ class SimulatedMemory(SymmetricMemory):
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         region, peer = self._word(flags, owner, index), owner if peer is None else peer
-        done = lambda: wrapped(self._run.memory.host_word("wait_signal", region, index) - value) >= 0  # noqa: E731
+
+        def ends(word: int) -> bool:
+            return wrapped(word - value) >= 0
+
+        done = lambda: ends(self._run.memory.host_word("wait_signal", region, index, ends=ends))  # noqa: E731
         self._repeat(done, op, peer)
 
     def exchange(
@@ -90,13 +94,18 @@ class SimulatedMemory(SymmetricMemory):
         region = self._word(flags, owner, index)
         semantics = Semantics(acquires=not releases, releases=releases, scope=2, host=True)
         change = lambda old: value if old == expected else None  # noqa: E731
-        done = lambda: self._run.memory.host_word(op, region, index, semantics, change) == expected  # noqa: E731
+
+        def ends(word: int) -> bool:
+            return word == expected
+
+        done = lambda: ends(self._run.memory.host_word(op, region, index, semantics, change, ends))  # noqa: E731
         self._repeat(done, op, peer)
 
     def _repeat(self, done: Callable[[], bool], op: str, peer: int) -> None:
         while not done():
             if self._run.aborted(self.rank):
                 raise self._timeout(op, peer)
+            self._run.scheduler.went_round(self._run.scheduler.current)
 
     def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> Region:
         flags.check_signal(owner, index)

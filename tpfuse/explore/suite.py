@@ -13,10 +13,10 @@
             ...
 
 `current` returns the copy of a module that is being explored. In the first tier the suite explores the program once in
-one world, and lets waits end. In the second tier it explores other worlds and many seeds, deletes or weakens each
-synchronising line once, and plants the faults that are not deletions. Each mutant runs under the sequential schedule
-first, which finds nearly all of them, since vector clocks find a race in any order of the accesses; further schedules
-follow only for the mutants that remain.
+one world, and lets waits end. In the second tier it explores other worlds, runs every execution of a shorter program,
+deletes or weakens each synchronising line once, and plants the faults that are not deletions. Each mutant runs under
+the sequential schedule first, which finds nearly all of them, since vector clocks find a race in any order of the
+accesses; further schedules follow only for the mutants that remain.
 """
 
 import ast
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
-from tpfuse.explore import PCT, Report, RoundRobin, Schedule, Sequential, SimulatedMemory, explore
+from tpfuse.explore import PCT, Report, RoundRobin, Schedule, Sequential, SimulatedMemory, explore, explore_all
 from tpfuse.explore.fresh_modules import fresh
 from tpfuse.explore.mutants import Mutant, mutants_of, span_of, surviving
 from tpfuse.explore.planting import Fault, replace
@@ -116,8 +116,8 @@ class ProtocolSuite:
 
     unneeded: maps (function, its line, or the name of the function that the line calls) to the reason why the program
     does not need that line; the second tier tests that it does not. late_faults: the faults that `late_program` finds.
-    seeds: how many schedules of `short_program` the second tier draws. fixtures: the names of pytest fixtures that
-    become attributes of the suite.
+    all_worlds: (ranks, resident programs) with which the second tier runs every execution of `short_program`. fixtures:
+    the names of pytest fixtures that become attributes of the suite.
     """
 
     modules: ClassVar[Sequence[ModuleType]]
@@ -126,7 +126,7 @@ class ProtocolSuite:
     worlds: ClassVar[Sequence[tuple[int, int]]]
     faults: ClassVar[Sequence[Fault]] = ()
     late_faults: ClassVar[Sequence[Fault]] = ()
-    seeds: ClassVar[int] = 20
+    all_worlds: ClassVar[Sequence[tuple[int, int]]] = ((2, 1),)
     fixtures: ClassVar[Sequence[str]] = ()
 
     def program(self, memory: SimulatedMemory) -> None:
@@ -134,7 +134,7 @@ class ProtocolSuite:
         raise NotImplementedError
 
     def short_program(self, memory: SimulatedMemory) -> None:
-        """Run a shorter program than `program`, since it runs under many seeds."""
+        """Run a shorter program than `program`, all of whose executions are run."""
         self.program(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:
@@ -147,9 +147,11 @@ class ProtocolSuite:
             setattr(self, name, request.getfixturevalue(name))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize `test_no_alarm` by `worlds`, the first of which belongs to the first tier."""
+        """Parametrize by `worlds`, the first of which belongs to the first tier, and by `all_worlds`."""
         if "resident" in metafunc.fixturenames:
             metafunc.parametrize(("world", "resident"), [self.worlds[0], *_second_tier(self.worlds[1:])])
+        if "all_resident" in metafunc.fixturenames:
+            metafunc.parametrize(("all_world", "all_resident"), _second_tier(self.all_worlds))
 
     def test_no_alarm(self, world: int, resident: int) -> None:
         """The unchanged program has no race, no deadlock and no wrong result under `SCHEDULES`."""
@@ -158,10 +160,12 @@ class ProtocolSuite:
         else:
             self._explore(self.program, SCHEDULES, world=world, resident=resident)
 
-    @pytest.mark.exhaustive
-    def test_no_alarm_in_many_seeds(self) -> None:
-        """The unchanged short program has no fault under random priorities of its threads either."""
-        self._explore(self.short_program, map(PCT, range(self.seeds)))
+    def test_no_alarm_in_any_execution(self, all_world: int, all_resident: int) -> None:
+        """The unchanged short program has no fault in any execution."""
+        with fresh(self.modules):
+            report = explore_all(self.short_program, all_world, resident=all_resident, seconds=600)
+        print(f"{type(self).__name__}, {all_resident} resident: {report}")
+        assert report.exhausted
 
     @pytest.mark.exhaustive
     def test_every_line_is_needed(self) -> None:
@@ -172,9 +176,9 @@ class ProtocolSuite:
 
     @pytest.mark.exhaustive
     def test_unneeded_lines_are_not_needed(self) -> None:
-        """The program does not fail under random priorities if a line of `unneeded` is deleted or weakened."""
+        """No execution of the short program fails if a line of `unneeded` is deleted or weakened."""
         unneeded = self._mutants()[1]
-        survivors = self._survivors(self.program, unneeded, schedules=[PCT(0)], unchanged=self._explored())
+        survivors = self._survivors(self.short_program, unneeded, unchanged=self._explored())
         needed = [mutant for mutant in unneeded if mutant not in survivors]
         assert not needed, "\n".join(["the program needs these lines, which `unneeded` names:", *map(str, needed)])
 

@@ -24,9 +24,13 @@ class LeavingTorch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (Tensor.tolist, Tensor.__repr__) and (parts := self._memory.touched(_addresses(args[0]))):
+        if func not in (Tensor.tolist, Tensor.__repr__):
+            return func(*args, **(kwargs or {}))
+        if parts := self._memory.touched(_addresses(args[0])):
             self._memory.access(parts, args[0].element_size(), "read", write=False)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._memory.seen(result)
+        return result
 
 
 class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -57,6 +61,8 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written += parts if write else []
         result = func(*args, **kwargs)
         self._memory.written(written)
+        if not isinstance(result, Tensor):
+            self._memory.seen(result)
         return result
 
 

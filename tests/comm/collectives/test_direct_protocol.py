@@ -12,7 +12,6 @@ from tpfuse.testing.inputs import integers
 
 
 class TestDirectCollectives(ProtocolSuite):
-    seeds = 5
     modules = (channel, direct)
     needed = (channel, direct)
     worlds = ((3, 1), (2, 1), (1, 1))  # Three ranks take two shots, two ranks one.

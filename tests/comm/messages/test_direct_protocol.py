@@ -9,7 +9,6 @@ SYMMETRIC = symmetric.SymmetricMessages
 
 
 class TestDirectMessages(ProtocolSuite):
-    seeds = 5
     modules = (symmetric,)
     needed = (symmetric,)
     worlds = ((2, 1), (3, 1))

@@ -55,7 +55,6 @@ STAGED, SLOT, SIGNAL = "slots[own].copy_(rows[part])", "part, slots[own]", "epoc
 
 
 class TestDirectLinear(ProtocolSuite):
-    seeds = 5
     modules = (channel, direct_linear)
     needed = (channel, direct_linear)
     worlds = ((3, 1), (2, 1), (1, 1))

@@ -55,7 +55,6 @@ EVERY, FIRST = "call.visible_keys(own, rank) for rank in range(len(parts))", "ca
 
 
 class TestDirectRing(ProtocolSuite):
-    seeds = 5
     modules = (channel, direct_ring)
     needed = (channel, direct_ring)
     worlds = ((3, 1), (2, 1))

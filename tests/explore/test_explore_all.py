@@ -1,0 +1,449 @@
+"""`explore_all`: all outcomes and faults of random programs, each class of executions once, and its error messages."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.support.tiers import exhaustive
+from tpfuse.explore import DeadlockError, Decided, ProtocolError, RaceError, Sequential, explore, explore_all, explorer
+from tpfuse.explore.memory import HOST_WAIT, Semantics
+from tpfuse.explore.reduction import Reduction, Redundant
+from tpfuse.explore.run import RunOptions
+from tpfuse.kernels.signals import wait_signal
+
+# Random programs, all of whose interleavings a small model tries one by one
+
+KINDS = (
+    ("signal", "wait"),
+    ("signal", "wait", "look"),
+    ("signal", "wait", "look", "add", "barrier"),
+    ("put", "get", "add"),
+    ("signal", "wait", "store", "load"),
+    ("signal", "wait", "store", "load", "add", "barrier"),
+)
+
+
+class Program(NamedTuple):
+    """The operations of each rank: (kind, word or element, value)."""
+
+    ranks: tuple[tuple[tuple[str, int, int], ...], ...]
+
+
+class Outcomes(NamedTuple):
+    """raced: whether some execution has a race, after which the others are not looked at. ends: for each end whether
+    all ranks have ended, how far each one came and what it saw. classes: how many orders of dependent operations."""
+
+    raced: bool
+    ends: set[Any]
+    classes: int
+
+
+def drawn(seed: int) -> Program:
+    draw = random.Random(seed)
+    world, kinds, words = draw.choice((2, 2, 3)), draw.choice(KINDS), draw.choice((1, 2, 3))
+    count = draw.randint(2, 5) if world == 2 else draw.randint(1, 3)
+    ranks = [
+        [(draw.choice(kinds), draw.randrange(words), draw.randint(1, 2)) for _ in range(count)] for _ in range(world)
+    ]
+    barriers = min(sum(kind == "barrier" for kind, *_ in rank) for rank in ranks)
+    return Program(tuple(tuple(_with_barriers(rank, barriers)) for rank in ranks))
+
+
+def _with_barriers(operations: list[tuple[str, int, int]], count: int) -> Iterator[tuple[str, int, int]]:
+    for operation in operations:
+        if operation[0] != "barrier" or (count := count - 1) >= 0:
+            yield operation
+
+
+class State(NamedTuple):
+    """A state of the model. clocks: what each rank knows of each; published: the clock at each word; accesses: for each
+    element the last store and load of each rank; order: the operations on words so far, and whether each changed it."""
+
+    places: tuple[int, ...]
+    words: dict[int, int]
+    seen: tuple[tuple[int, ...], ...]
+    clocks: tuple[tuple[int, ...], ...]
+    published: dict[int, tuple[int, ...]]
+    accesses: dict[tuple[str, int], dict[int, int]]
+    order: tuple[tuple[tuple[int, int], int, bool], ...]
+    arrived: frozenset[int]
+
+
+class Raced(Exception):
+    """Two accesses are not ordered."""
+
+
+def modelled(program: Program) -> Outcomes:
+    """Return what all interleavings of the operations lead to. A wait is one operation, once its value is there."""
+    world = len(program.ranks)
+    ends, classes = set[Any](), set[Any]()
+    own = tuple(tuple(int(rank == other) for other in range(world)) for rank in range(world))
+    stack = [State((0,) * world, {}, ((),) * world, own, {}, {}, (), frozenset())]
+    try:
+        while stack:
+            state = stack.pop()
+            following = [after for rank in range(world) if (after := _after(program, state, rank)) is not None]
+            stack += following
+            if not following:
+                ended = state.places == tuple(map(len, program.ranks)) and not state.arrived
+                ends.add((ended, state.places, state.seen))
+                classes.add((state.places, _class(state.order)))
+    except Raced:
+        return Outcomes(True, set(), 0)
+    return Outcomes(False, ends, len(classes))
+
+
+def _class(order: tuple[tuple[tuple[int, int], int, bool], ...]) -> Any:
+    """Return for each operation how many changes of its word come before it."""
+    changes: dict[int, int] = {}
+    places = []
+    for operation, word, changing in order:
+        changes[word] = changes.get(word, 0) + changing
+        places.append((operation, changes[word]))
+    return tuple(sorted(places))
+
+
+def _after(program: Program, state: State, rank: int) -> State | None:
+    """Return the state after the rank's next operation; None if it waits or has ended."""
+    place = state.places[rank]
+    if place == len(program.ranks[rank]) or rank in state.arrived:
+        return None
+    kind, word, value = program.ranks[rank][place]
+    old, clocks, clock = state.words.get(word, 0), list(state.clocks), state.clocks[rank]
+    if (kind == "wait" and old < value) or (kind == "put" and old) or (kind == "get" and old != 1):
+        return None
+    places = tuple(x + (other == rank) for other, x in enumerate(state.places))
+    words, published, accesses, arrived = dict(state.words), dict(state.published), state.accesses, state.arrived
+    if kind == "barrier":
+        arrived |= {rank}
+        if len(arrived) == len(clocks):
+            clocks = [tuple(map(max, *clocks)) for _ in clocks]
+            arrived = frozenset()
+    elif kind in ("store", "load"):
+        accesses = _accessed(state, rank, kind, word)
+    else:
+        if kind in ("wait", "look", "add", "get"):
+            clock = tuple(map(max, clock, published.get(word, clock)))
+        if kind in ("add", "put"):
+            published[word] = tuple(map(max, clock, published.get(word, clock)))
+        elif kind == "signal":
+            published[word] = clock
+        words[word] = {"signal": value, "add": old + value, "put": 1, "get": 0}.get(kind, old)
+    clocks[rank] = clocks[rank] if kind == "barrier" else clock
+    ticking = range(len(clocks)) if kind == "barrier" and not arrived else (rank,)
+    for other in ticking:
+        clocks[other] = tuple(x + (i == other) for i, x in enumerate(clocks[other]))
+    sees = kind in ("look", "add")
+    seen = tuple((*x, old) if sees and other == rank else x for other, x in enumerate(state.seen))
+    on_word = kind not in ("store", "load", "barrier")
+    order = (*state.order, ((rank, place), word, kind not in ("wait", "look"))) if on_word else state.order
+    return State(places, words, seen, tuple(clocks), published, accesses, order, arrived)
+
+
+def _accessed(state: State, rank: int, kind: str, element: int) -> dict[tuple[str, int], dict[int, int]]:
+    known = state.clocks[rank]
+    for other in ("store", "load") if kind == "store" else ("store",):
+        if any(time > known[who] for who, time in state.accesses.get((other, element), {}).items() if who != rank):
+            raise Raced
+    before = state.accesses.get((kind, element), {})
+    return state.accesses | {(kind, element): before | {rank: known[rank]}}
+
+
+def explored(program: Program, merging: bool) -> Outcomes:
+    """Return what the executions that the reduction visits lead to."""
+    both = Semantics(acquires=True, releases=True, scope=2, host=True)
+    places, seen, ends, count = {}, {}, set[Any](), 0
+
+    def run(memory: Any) -> None:
+        rank, flags, box = memory.rank, memory.signals("flags", 3), memory.buffer("box", (3,), torch.float32)
+        words, region = memory._run.memory, memory._word(flags, 0, 0)
+        places[rank], seen[rank] = 0, ()
+        for kind, word, value in program.ranks[rank]:
+            places[rank] += kind == "barrier"  # a rank that has come there counts
+            match kind:
+                case "signal":
+                    memory.signal(flags, 0, word, value)
+                case "wait":
+                    memory.wait_signal(flags, 0, word, value, op="test")
+                case "look":
+                    seen[rank] += (words.host_word("look", region, word, HOST_WAIT),)
+                case "add":
+                    seen[rank] += (words.host_word("add", region, word, both, lambda old, by=value: old + by),)
+                case "put" | "get":
+                    put = kind == "put"
+                    memory.exchange(flags, 0, word, 1 - put, int(put), releases=put, peer=0, op=kind)
+                case "store":
+                    box.peers[0][word].fill_(1.0)
+                case "load":
+                    box.peers[0][word].item()
+                case "barrier":
+                    memory.barrier()
+            places[rank] += kind != "barrier"
+
+    reduction, options = Reduction(merging), RunOptions(patience=0)
+    with explorer._exploring(explorer.interpreted) as enter:
+        while True:
+            try:
+                explorer._execute(run, len(program.ranks), explorer._Following(reduction), options, enter)
+            except RaceError:
+                return Outcomes(True, set(), 0)
+            except (Redundant, DeadlockError) as error:
+                ended = None if isinstance(error, Redundant) else False
+            else:
+                ended = True
+            if ended is not None:
+                count += 1
+                ends.add((ended, *(tuple(x[rank] for rank in sorted(x)) for x in (places, seen))))
+            if not reduction.finish():
+                return Outcomes(False, ends, count)
+
+
+@pytest.mark.parametrize("first", [0, *exhaustive(*range(1000, 1008))])
+def test_random_programs_have_the_outcomes_of_all_interleavings(first: int) -> None:
+    """Without merging, the number of executions is that of the orders of dependent operations too."""
+    count, faults, merged, classes = 80 if first == 0 else 250, 0, 0, 0
+    for seed in range(first * 10, first * 10 + count):
+        program = drawn(seed)
+        expected, found, fewer = modelled(program), explored(program, False), explored(program, True)
+        assert found == expected, (seed, program)
+        assert (fewer.raced, fewer.ends) == (expected.raced, expected.ends), (seed, program)
+        assert fewer.classes <= found.classes
+        faults += expected.raced or any(not ended for ended, *_ in expected.ends)
+        merged, classes = merged + fewer.classes, classes + found.classes
+    assert count // 4 < faults < count and merged < 0.9 * classes
+
+
+# Kernels
+
+
+@triton.jit
+def relay_kernel(flags_ptr, boxes_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, BARRIER: tl.constexpr):
+    """Write to the next rank's box, signal, wait for the signal of the one before, and read."""
+    right = (rank + 1) % WORLD
+    tl.store(tl.load(boxes_ptr + right).to(tl.pointer_type(tl.float32)), 1.0 * epoch)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.atomic_xchg(tl.load(flags_ptr + right).to(tl.pointer_type(tl.int32)), epoch, sem="release", scope="sys")
+    if wait_signal(tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)), epoch, abort_ptr):
+        tl.load(tl.load(boxes_ptr + rank).to(tl.pointer_type(tl.float32)))
+
+
+def relay(rounds: int, guard: bool = True, BARRIER: bool = True) -> Any:
+    def program(memory: Any) -> None:
+        flags, boxes = memory.signals("flags", 1), memory.buffer("boxes", (1,), torch.float32)
+        for epoch in range(1, rounds + 1):
+            arguments = flags.addresses, boxes.addresses, memory.abort, epoch, memory.rank, memory.world
+            relay_kernel[(1,)](*arguments, BARRIER=BARRIER)
+            if guard:
+                memory.barrier()
+
+    return program
+
+
+def test_waits_of_kernels_do_not_multiply_executions() -> None:
+    """A poll that goes on waiting is no event, and what a wait reads makes no difference once its effect is known."""
+    for rounds in (1, 3):
+        report = explore_all(relay(rounds), 3)
+        assert report.exhausted and len(report.schedules) == 1
+    assert str(report) == "3 ranks, 1 execution, all of them: no fault"
+
+
+@pytest.mark.parametrize("changes", [{"guard": False}, {"BARRIER": False}], ids=str)
+def test_races_of_kernels_are_found(changes: dict[str, bool]) -> None:
+    with pytest.raises(RaceError, match="race on boxes"):
+        explore_all(relay(2, **changes), 2)
+
+
+@triton.jit
+def counting_kernel(count_ptr, out_ptr):
+    tl.store(out_ptr + tl.program_id(0), tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu"))
+
+
+@pytest.mark.parametrize(("resident", "orders"), [(1, 1), (2, 4), (3, 6)])
+def test_programs_of_a_grid_come_in_every_order_that_their_places_allow(resident: int, orders: int) -> None:
+    """With two places for three programs, the third one begins after another one has ended."""
+    found = set()
+
+    def program(memory: Any) -> None:
+        out = torch.zeros(3, dtype=torch.int32)
+        counting_kernel[(3,)](memory.signals("count", 1).local, out)
+        found.add(tuple(out.tolist()))
+
+    report = explore_all(program, 1, resident=resident)
+    assert report.exhausted and len(found) == orders
+
+
+@triton.jit
+def bounded_wait_kernel(flag_ptr, out_ptr):
+    tries = 0
+    while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0) & (tries < 3):
+        tries += 1
+    tl.store(out_ptr, tries)
+
+
+def test_a_wait_that_gives_up_does_so_after_every_number_of_polls() -> None:
+    found = set()
+
+    def program(memory: Any) -> None:
+        flag, out = memory.signals("flag", 1), torch.zeros(1, dtype=torch.int32)
+        if memory.rank == 0:
+            memory.signal(flag, 1, 0, 1)
+        else:
+            bounded_wait_kernel[(1,)](flag.local, out)
+            found.add(out.item())
+
+    assert explore_all(program, 2).exhausted
+    assert found == {0, 1, 2, 3}
+
+
+@triton.jit
+def two_words_kernel(flags_ptr, abort_ptr):
+    """Wait for either of two words, by turns."""
+    while (tl.atomic_add(flags_ptr, 0, sem="acquire", scope="sys") == 0) & (
+        tl.atomic_add(flags_ptr + 1, 0, sem="acquire", scope="sys") == 0
+    ):
+        pass
+
+
+@pytest.mark.parametrize("word", [0, 1, None])
+def test_a_wait_for_one_of_two_words_ends_or_is_a_deadlock(word: int | None) -> None:
+    def program(memory: Any) -> None:
+        flags = memory.signals("flags", 2)
+        if memory.rank == 1:
+            two_words_kernel[(1,)](flags.local, memory.abort)
+        elif word is not None:
+            memory.signal(flags, 1, word, 1)
+
+    if word is None:
+        with pytest.raises(DeadlockError, match=r"rank 1, program 0 waits at .*\n    flags\[\d\] of rank 1 is 0"):
+            explore_all(program, 2)
+    else:
+        assert explore_all(program, 2).exhausted
+
+
+@triton.jit
+def odd_wait_kernel(flag_ptr, out_ptr):
+    value = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while value % 2 == 0:
+        value = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    tl.store(out_ptr, value)
+
+
+def test_a_wait_ends_with_every_value_that_ends_it_whatever_else_happens() -> None:
+    """Between them lie values with which it goes on waiting."""
+    found = set()
+    both = Semantics(acquires=True, releases=True, scope=2, host=True)
+
+    def program(memory: Any) -> None:
+        flag, count, out = memory.signals("flag", 1), memory.signals("count", 1), torch.zeros(1, dtype=torch.int32)
+        if memory.rank == 0:
+            for value in (1, 2, 3):
+                memory.signal(flag, 0, 0, value)
+        elif memory.rank == 1:
+            odd_wait_kernel[(1,)](flag.peers[0], out)
+            seen["value"] = out.item()
+        else:
+            word = memory._word(count, 0, 0)
+            seen[memory.rank] = memory._run.memory.host_word("add", word, 0, both, lambda old: old + 1)
+        memory.barrier()
+        found.add((seen["value"], seen[2]))
+
+    seen: dict[Any, int] = {}
+    assert explore_all(program, 4).exhausted
+    assert found == {(value, order) for value in (1, 3) for order in (0, 1)}
+
+
+# Messages, pictures and the command
+def check_then_act(memory):
+    """Take a ticket; both ranks take it if one is interrupted after it has read the word and before it writes it."""
+    tickets = memory.signals("tickets", 1)
+    taken = memory.signals("taken", 1)
+    here = memory._run.memory.host_word("look", memory._word(tickets, 0, 0), 0)
+    if here == 0:
+        memory.signal(tickets, 0, 0, 1)
+        memory.signal(taken, memory.rank, 0, 1)
+    memory.barrier()
+    assert sum(int(part.item()) for part in taken.peers) == 1
+
+
+def test_a_fault_that_one_decision_shows_is_replayed_by_it() -> None:
+    explore(check_then_act, 2, schedules=[Sequential()])
+    with pytest.raises(ProtocolError) as caught:
+        explore_all(check_then_act, 2)
+    assert caught.value.replay == "explore(check_then_act, 2, schedules=[Decided(decisions={1: (0,)})])"
+    with pytest.raises(ProtocolError) as again:
+        eval(caught.value.replay, globals())
+    assert again.value.replay == caught.value.replay
+
+
+def test_decisions_of_another_program_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"event 0: thread \(2,\) cannot continue: decisions of another program"):
+        explore(check_then_act, 2, schedules=[Decided({0: (2,)})])
+
+
+def test_time_that_runs_out_is_said() -> None:
+    def program(memory: Any) -> None:
+        flags = memory.signals("flags", 1)
+        for value in range(20):
+            memory.signal(flags, 0, 0, value)
+
+    assert str(explore_all(program, 2, seconds=0.001)) == "2 ranks, 1 execution, not all: no fault"
+
+
+@triton.jit
+def counting_wait_kernel(flag_ptr, out_ptr):
+    tries = 0
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:
+        tries += 1
+    tl.store(out_ptr, tries)
+
+
+def test_a_wait_that_counts_for_ever_is_refused_by_name() -> None:
+    def program(memory: Any) -> None:
+        counting_wait_kernel[(1,)](memory.signals("flag", 1).local, torch.zeros(1, dtype=torch.int32))
+
+    with pytest.raises(ProtocolError, match=r"read the same 101 times, in states that differ: .*:\d+: while tl.atomic"):
+        explore_all(program, 1)
+
+
+def explored_by_command(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "relay.py").write_text(text)
+    command = [sys.executable, "-m", "tpfuse.explore", "relay.py", *arguments]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_command_explores_a_file_and_shows_a_race_as_a_picture(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "examples" / "hand_over.py").read_text()
+    right = explored_by_command(text, tmp_path)
+    assert (right.returncode, right.stdout) == (0, "2 ranks, 1 execution, all of them: no fault\n"), right.stderr
+    wrong = explored_by_command(text.replace("    tl.debug_barrier()\n", ""), tmp_path)
+    assert wrong.returncode == 1, wrong.stderr
+    title, *steps = wrong.stdout.partition("\n\n")[2].splitlines()
+    assert title.split() == ["rank", "0", "|", "rank", "1"]
+    assert [step.partition("relay:")[0].strip() for step in steps if "\u2192" in step] == [
+        "| \u2192 store 0",
+        "\u2192 read",
+    ]
+
+
+@pytest.mark.exhaustive
+def test_the_command_says_what_it_has_not_found(tmp_path: Path) -> None:
+    text = "def protocol(memory):\n    word = memory.signals('w', 1)\n"
+    endless = f"{text}    for i in range(40):\n        memory.signal(word, 0, 0, i)"
+    result = explored_by_command(endless, tmp_path, "--seconds", "0.01", "--json")
+    assert result.returncode == 3 and not json.loads(result.stdout)["all"]
+    missing = explored_by_command("", tmp_path)
+    assert missing.returncode == 2 and "relay.py has no function 'protocol'" in missing.stderr

@@ -1,0 +1,127 @@
+"""The state of an interpreted kernel: where each of its functions is, and the variables that it may still read.
+
+A thread that comes back to an operation in the same state, and has changed nothing in between, would do the same for
+ever unless it reads other values: it waits. Variables that are assigned before they are read again do not count.
+"""
+
+import dis
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+from triton.language import core
+
+from tpfuse.explore.sites import is_foreign
+
+_LEAVES = ("RETURN", "RAISE", "RERAISE")
+_SMALL = 64  # elements that are compared as numbers, whatever their type
+
+
+# Returns, for an address, the name of the memory there, which is the same in every run, and where it begins; or None.
+Place = Callable[[int], tuple[Hashable, int] | None]
+_LOWEST = 1 << 20  # no tensor has an address below
+
+
+def state_here(roots: frozenset[CodeType], place: Place) -> Hashable:
+    """Return what identifies the state of the functions on the stack up to a root, without torch's and Triton's."""
+    frame: FrameType | None = sys._getframe(1)
+    state: list[Hashable] = []
+    while frame is not None and frame.f_code not in roots:
+        if not is_foreign(frame.f_code.co_filename):
+            (offsets, names), values = _live(frame.f_code), frame.f_locals
+            live = names[bisect_right(offsets, frame.f_lasti) - 1]  # an instruction's cache follows it
+            state.append((frame.f_code, frame.f_lasti, tuple(_value(values[x], place) for x in live if x in values)))
+        frame = frame.f_back
+    return tuple(state)
+
+
+def _value(x: Any, place: Place) -> Hashable:
+    if isinstance(x, core.constexpr):
+        return _value(x.value, place)
+    if isinstance(x, core.tensor):
+        return _value(x.handle.data, place)
+    if isinstance(x, np.ndarray):
+        return numbers_of(x, place)
+    if isinstance(x, tuple | list | core.tuple):
+        return tuple(_value(y, place) for y in x)
+    if isinstance(x, core.dtype):
+        return str(x)
+    return x if isinstance(x, int | float | str | type(None)) else id(x)
+
+
+def numbers_of(x: np.ndarray[Any, Any], place: Place) -> Hashable:
+    """Return what identifies numbers in every run, or addresses."""
+    if x.dtype.itemsize == 8 and x.dtype.kind in "iu" and x.size and int(x.max()) > _LOWEST:
+        if x.size <= _SMALL:
+            return tuple(_address(y, place) for y in x.ravel().tolist())
+        if (found := place(int(x.flat[0]))) is not None:
+            return found[0], x.shape, (x.astype(np.int64) - found[1]).tobytes()
+    if x.size <= _SMALL:
+        return x.item() if x.size == 1 else tuple(x.ravel().tolist())
+    return x.shape, x.tobytes()
+
+
+def _address(x: int, place: Place) -> Hashable:
+    found = place(x)
+    return x if found is None else (found[0], x - found[1])
+
+
+@cache
+def _live(code: CodeType) -> tuple[list[int], list[tuple[str, ...]]]:
+    """Return the instructions' places, and for each the variables that may be read after it, or were on its line.
+
+    Those are on the stack of values, which is not seen. What a for loop assigns always counts: it tells how far the
+    loop is.
+    """
+    instructions = list(dis.get_instructions(code))
+    places = {x.offset: number for number, x in enumerate(instructions)}
+    after: list[set[str]] = [set() for _ in instructions]
+    before: list[set[str]] = [set() for _ in instructions]
+    changed = True
+    while changed:
+        changed = False
+        for number in reversed(range(len(instructions))):
+            x = instructions[number]
+            following = [number + 1] if number + 1 < len(instructions) and not _leaves(x) else []
+            following += [places[x.argval]] if x.opcode in dis.hasjrel or x.opcode in dis.hasjabs else []
+            after[number] = set().union(*(before[y] for y in following))
+            needed = set(after[number])
+            for read, name in reversed(list(_variables(x))):
+                needed = needed | {name} if read else needed - {name}
+            changed |= needed != before[number]
+            before[number] = needed
+    always = {*code.co_cellvars, *code.co_freevars, *_counters(instructions)}
+    lines = [x.positions.lineno if x.positions else None for x in instructions]
+    live = []
+    for number in range(len(instructions)):
+        on_line = [y for y, line in zip(instructions[:number], lines, strict=False) if line == lines[number]]
+        loaded = {name for y in on_line for read, name in _variables(y) if read}
+        live.append(tuple(sorted(after[number] | loaded | always)))
+    return [x.offset for x in instructions], live
+
+
+def _leaves(x: dis.Instruction) -> bool:
+    return x.opname.startswith(_LEAVES) or x.opname.startswith(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"))
+
+
+def _variables(x: dis.Instruction) -> Iterator[tuple[bool, str]]:
+    """Yield the variables of an instruction in order, and whether it reads them."""
+    if "_FAST" in x.opname:
+        kinds = [kind for kind in x.opname.split("_") if kind in ("LOAD", "STORE", "DELETE")]
+        names = x.argval if isinstance(x.argval, tuple) else (x.argval,) * len(kinds)
+        yield from ((kind == "LOAD", name) for kind, name in zip(kinds, names, strict=True))
+
+
+def _counters(instructions: list[dis.Instruction]) -> Iterator[str]:
+    """Yield the variables that for loops assign."""
+    for number, x in enumerate(instructions):
+        if x.opname == "FOR_ITER":
+            for y in instructions[number + 1 :]:
+                stored = [name for read, name in _variables(y) if not read]
+                if not stored and not y.opname.startswith(("UNPACK", "CACHE")):
+                    break
+                yield from stored
