@@ -457,6 +457,7 @@ SHARED = """
   xor.b32 %r4, %r1, 128;
   add.s32 %r4, %r4, %r2;
 """
+PLACE_OF_WARP = "shr.u32 %r3, %r0, 5;\n  shl.b32 %r3, %r3, 2;\n  add.s32 %r3, %r3, %r2;\n"
 EXCHANGE = (
     SHARED
     + """
@@ -562,7 +563,8 @@ CHANGED = "the source of an asynchronous copy has changed"
         (without(EXCHANGE, "bar.sync 0;"), SharedRace, "warp 0 read, which warp 1 wrote, and no barrier orders"),
         (EXCHANGE[: EXCHANGE.rindex("bar.sync")] + "st.shared.b32 [%r3], %r5;", SharedRace, "which another warp read"),
         (EXCHANGE.replace("st.shared.b32 [%r3], %r0;", ""), SharedRace, "nothing has been written there"),
-        (SHARED + "st.shared.b32 [%r2], %r0;", SharedRace, "two warps store different values at one place"),
+        (SHARED + "st.shared.b32 [%r2], %r0;", SharedRace, "two threads store different values at one place"),
+        (SHARED + f"{PLACE_OF_WARP}st.shared.b32 [%r3], %r0;", SharedRace, "two threads store different values at one"),
         (SHARED + "st.shared.b32 [%r3+2], %r0;", MemoryFault, "4 bytes at byte 2 of shared memory: .* not aligned"),
         (SHARED + "st.shared.b32 [%r3+508], %r0;", MemoryFault, "byte 512 of shared memory, which has 512 bytes"),
         (COPY.replace("wait_group 0", "wait_group 1"), SharedRace, "an asynchronous copy that nobody has waited for"),

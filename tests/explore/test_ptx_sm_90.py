@@ -260,6 +260,7 @@ def tensor_map(kind: int, stride: int, sizes: str, box: str, mode: int) -> str:
     return (
         "setp.lt.u32 %p1, %r0, 32;\nsetp.eq.u32 %p2, %r0, 0;\nmov.b32 %r1, memory;\nadd.s32 %r1, %r1, 8192;\n"
         "shl.b32 %r2, %r0, 2;\nadd.s32 %r2, %r2, %r1;\ncvt.u64.u32 %d4, %r1;\n@%p1 st.shared.b32 [%r2], 0;\n"
+        "bar.warp.sync -1;\n"
         + "\n".join(f"@%p2 {field.format(name, bits)} [%d4], {value};" for name, bits, value in lines)
         + f"\n@%p1 {copy} [%d2], [%d4], 128;\n@%p1 fence.proxy.tensormap::generic.acquire.gpu [%d2], 128;\n"
     )

@@ -160,7 +160,9 @@ def _blocks(kernel: Parsed, slots: Slots, single: bool) -> list[StepBlock]:
         targets = tuple(order[numbers[x]] for x in last.targets)
         guard = slots.guard(last) if end in ("branch", "exit") else None
         choice = slots.slot(last.operands[0], 32) if last.parts[0] == "brx" else None
-        numbered = _barrier(last) if end == "barrier" else _registers(last, kernel) if end == "registers" else ()
+        numbered = (
+            _barrier(last, kernel) if end == "barrier" else _registers(last, kernel) if end == "registers" else ()
+        )
         blocks.append(StepBlock(steps, end, span[-1], targets, order[number + 1], guard, choice, numbered))
     return [blocks[number] for number in sorted(numbers.values(), key=order.__getitem__)]
 
@@ -195,7 +197,7 @@ def _step(slots: Slots, instruction: PtxInstruction, *others: PtxInstruction) ->
         raise Unsupported(f"{instruction.opcode} with these operands is not supported\n  {instruction}") from None
 
 
-def _barrier(instruction: PtxInstruction) -> tuple[int, int]:
+def _barrier(instruction: PtxInstruction, kernel: Parsed) -> tuple[int, int]:
     """Return the number of a barrier, and how many threads meet there: 0 stands for all of a program."""
     match instruction:
         case PtxInstruction(opcode="bar.sync" | "barrier.sync", operands=(Immediate(value=number), *rest), guard=None):
@@ -203,7 +205,7 @@ def _barrier(instruction: PtxInstruction) -> tuple[int, int]:
                 case []:
                     return number, 0
                 case [Immediate(value=count)] if count and count % LANES == 0:
-                    return number, count
+                    return number, 0 if count == kernel.threads else count
     raise Unsupported(f"{instruction} is not supported")
 
 

@@ -3,7 +3,7 @@
 Each warp has a vector clock, as chains of operations have in `tpfuse.explore.clocks`. A barrier joins the clocks of its
 warps. Shadow memory holds for each granule the warp that wrote it last with its time, and for each warp the time of its
 last read. A granule is as wide as the narrowest access of the kernel, which PTX aligns to its width. The lanes of one
-warp count as ordered: where they store different values at one place with one instruction, the last one's remains.
+warp count as ordered, except within one instruction, by which threads may store the same values alone at one place.
 
 The asynchronous proxy (bulk copies, wgmma) is one more chain of operations, behind those of the warps. It sees what
 warps have stored once a proxy fence comes between (PTX ISA 8.7, "Proxy-preserved base causality order"): a second
@@ -54,14 +54,13 @@ class CheckedSharedMemory:
         """Store [accesses, count] numbers."""
         index, granules, warps = self._places(addresses, warps, values[0].nbytes)
         rows = self._rows(values.dtype, values.shape[1])
-        # Several warps may store the same values with one instruction, together or one after another.
+        # Several threads may store the same values with one instruction, warps also one after another.
         same = (rows[index] == values).all(1) & (self._wrote[granules] == self.site).all(1)
         self._check_write(granules[~same], np.broadcast_to(warps, (len(index), 1))[~same])
         self._record(granules, warps)
         rows[index] = values
-        lost = (rows[index] != values).any(axis=1)
-        if lost.any() and (self._writer[granules] != warps)[lost].any():
-            raise SharedRace("two warps store different values at one place with one instruction")
+        if (rows[index] != values).any():
+            raise SharedRace("two threads store different values at one place with one instruction")
 
     def begin_copy(self, addresses: Array, warps: Any, size: int, *, proxy: bool = False) -> None:
         """Begin asynchronous writes of `size` bytes: until they end, nobody may access these places.
