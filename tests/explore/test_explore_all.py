@@ -363,6 +363,60 @@ def test_a_wait_ends_with_every_value_that_ends_it_whatever_else_happens() -> No
     assert found == {(value, order) for value in (1, 3) for order in (0, 1)}
 
 
+@triton.jit
+def relaxed_wait_kernel(flag_ptr):
+    while tl.atomic_add(flag_ptr, 0, sem="relaxed", scope="sys") == 0:
+        pass
+
+
+@triton.jit
+def late_wait_kernel(flag_ptr, box_ptr, abort_ptr):
+    if wait_signal(flag_ptr, 2, abort_ptr):
+        tl.load(box_ptr)
+
+
+def test_a_poll_that_goes_on_waiting_orders_nothing() -> None:
+    """Rank 1 may poll between the signals, the first of which orders the box, and then it reads the box in order."""
+
+    def program(memory: Any) -> None:
+        flags, box = memory.signals("flags", 1), memory.buffer("box", (1,), torch.float32)
+        if memory.rank == 0:
+            box.local.fill_(1.0)
+            memory.signal(flags, 1, 0, 1)
+            memory.signal(flags, 2, 0, 1)
+        elif memory.rank == 1:
+            late_wait_kernel[(1,)](flags.local, box.peers[0], memory.abort)
+        else:
+            relaxed_wait_kernel[(1,)](flags.local)
+            memory.signal(flags, 1, 0, 2)
+
+    with pytest.raises(RaceError, match="race on box"):
+        explore_all(program, 3)
+
+
+@triton.jit
+def first_places_kernel(words_ptr, out_ptr):
+    """Let two programs write a word each, and the third one, which begins when either has ended, read both."""
+    program = tl.program_id(0)
+    if program < 2:
+        tl.atomic_xchg(words_ptr + program, 1, sem="relaxed", scope="gpu")
+    else:
+        first = tl.atomic_add(words_ptr, 0, sem="relaxed", scope="gpu")
+        tl.store(out_ptr, first + 2 * tl.atomic_add(words_ptr + 1, 0, sem="relaxed", scope="gpu"))
+
+
+def test_a_program_begins_when_any_other_has_ended() -> None:
+    found = set()
+
+    def program(memory: Any) -> None:
+        out = torch.zeros(1, dtype=torch.int32)
+        first_places_kernel[(3,)](memory.signals("words", 2).local, out)
+        found.add(out.item())
+
+    assert explore_all(program, 1, resident=2).exhausted
+    assert found == {1, 2, 3}
+
+
 # Messages, pictures and the command
 def check_then_act(memory):
     """Take a ticket; both ranks take it if one is interrupted after it has read the word and before it writes it."""

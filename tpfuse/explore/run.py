@@ -138,9 +138,9 @@ class ExploredRun:
 
         def live(task: Task, chain: int, index: tuple[int, ...]) -> None:
             self._program(task, chain, index, begin, kernel)
-            if any(child.held for child in children):
+            if len(indices) > self.options.resident:
                 self.scheduler.mark(task, ("places", parent.name, launch))
-                waiting = next(child for child in children if child.held)
+            for waiting in [child for child in children if child.held][:1]:
                 waiting.held = ""
                 self.scheduler.joined([waiting], [task])
             if all(child.done or child is task for child in children):

@@ -32,9 +32,9 @@ def state_here(roots: frozenset[CodeType], place: Place) -> Hashable:
     state: list[Hashable] = []
     while frame is not None and frame.f_code not in roots:
         if not is_foreign(frame.f_code.co_filename):
-            (offsets, names), values = _live(frame.f_code), frame.f_locals
-            live = names[bisect_right(offsets, frame.f_lasti) - 1]  # an instruction's cache follows it
-            state.append((frame.f_code, frame.f_lasti, tuple(_value(values[x], place) for x in live if x in values)))
+            (offsets, points), values = _live(frame.f_code), frame.f_locals
+            position, live = points[bisect_right(offsets, frame.f_lasti) - 1]  # an instruction's cache follows it
+            state.append((frame.f_code, position, tuple(_value(values[x], place) for x in live if x in values)))
         frame = frame.f_back
     return tuple(state)
 
@@ -71,8 +71,11 @@ def _address(x: int, place: Place) -> Hashable:
 
 
 @cache
-def _live(code: CodeType) -> tuple[list[int], list[tuple[str, ...]]]:
-    """Return the instructions' places, and for each the variables that may be read after it, or were on its line.
+def _live(code: CodeType) -> tuple[list[int], list[tuple[Hashable, tuple[str, ...]]]]:
+    """Return the instructions' places, and for each its position in the source and the variables that count.
+
+    The compiler may copy an expression, such as the condition of a while loop: its copies have one position. Variables
+    count if they may be read after the instruction, or have been read before it on its line.
 
     Those are on the stack of values, which is not seen. What a for loop assigns always counts: it tells how far the
     loop is.
@@ -96,11 +99,11 @@ def _live(code: CodeType) -> tuple[list[int], list[tuple[str, ...]]]:
             before[number] = needed
     always = {*code.co_cellvars, *code.co_freevars, *_counters(instructions)}
     lines = [x.positions.lineno if x.positions else None for x in instructions]
-    live = []
+    live: list[tuple[Hashable, tuple[str, ...]]] = []
     for number in range(len(instructions)):
         on_line = [y for y, line in zip(instructions[:number], lines, strict=False) if line == lines[number]]
         loaded = {name for y in on_line for read, name in _variables(y) if read}
-        live.append(tuple(sorted(after[number] | loaded | always)))
+        live.append((instructions[number].positions, tuple(sorted(after[number] | loaded | always))))
     return [x.offset for x in instructions], live
 
 
