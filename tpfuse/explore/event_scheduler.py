@@ -6,7 +6,7 @@ the state in which it came to it before, and has changed nothing in between. `st
 and the host's waits say so themselves (`went_round`).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpfuse.explore.errors import ProtocolError, Stopped
-from tpfuse.explore.reduction import WAITS, Execution, Name, Past, Redundant, Values, Word
+from tpfuse.explore.reduction import WAITS, Execution, Name, Past, Redundant, Values, Word, WordEvent
 from tpfuse.explore.scheduler import Scheduler, Task, WordOperation
 
 _ROUNDS = 100  # polls of unchanged words in states that differ before this is taken for a loop without an end
@@ -131,11 +131,9 @@ class EventScheduler(Scheduler):
     ) -> None:
         thread = self._threads[task]
         if operation.words:
-            reads = dict(zip(operation.words, values, strict=True))
             after = zip(operation.words, operation.read(), acted, strict=True)
             changes = {word: value for word, value, one in after if one}
-            state = thread.seen, self._stall
-            event = self.execution.event(task.name, thread.past, reads, changes, state, operation.ends)
+            event = self._event(task, operation, values, changes)
             thread.past = frozenset({self.execution.perform(event)})
             if changes:
                 thread.act()
@@ -143,8 +141,14 @@ class EventScheduler(Scheduler):
                 self._poll(task, operation, values)
                 if operation.ends is not None:
                     return
-                thread.unknown = (task.name, state, values)
+                thread.unknown = task.name, (thread.seen, self._stall), values
         thread.seen = hash((thread.seen, values))
+
+    def _event(self, task: Task, operation: WordOperation, values: Values, changes: Mapping[Word, bytes]) -> WordEvent:
+        """Return the next event of a thread, whose operation has read these values."""
+        thread, reads = self._threads[task], dict(zip(operation.words or (), values, strict=True))
+        state = thread.seen, self._stall
+        return self.execution.event(task.name, thread.past, reads, changes, state, operation.ends)
 
     def _poll(self, task: Task, operation: WordOperation, values: tuple[bytes, ...]) -> None:
         events = self._threads[task].events
@@ -215,12 +219,12 @@ class EventScheduler(Scheduler):
             name = self.execution.choose(able, self.tasks[current].name)
             return next(task.number for task in tasks if task.name == name)
         except (Redundant, ValueError) as error:
-            self._wait()
+            self._record_waits()
             self._fail(error)
             raise Stopped from None
 
     def _look_again(self) -> bool:
-        self._wait()
+        self._record_waits()
         if not self.on_stall():
             return False
         self._stall += 1
@@ -229,14 +233,11 @@ class EventScheduler(Scheduler):
         self.joined(self.tasks)
         return True
 
-    def _wait(self) -> None:
+    def _record_waits(self) -> None:
         """Record the polls of all threads that wait."""
         for task, thread in self._threads.items():
             if thread.pending is not None and thread.pending.words and self._waits(task):
-                reads = dict(zip(thread.pending.words, thread.pending.read(), strict=True))
-                state = thread.seen, self._stall
-                event = self.execution.event(task.name, thread.past, reads, {}, state, thread.pending.ends)
-                self.execution.wait(event)
+                self.execution.wait(self._event(task, thread.pending, thread.pending.read(), {}))
 
     def _where(self, task: Task) -> str:
         pending = self._threads[task].pending

@@ -40,8 +40,7 @@ class Report:
     """The runs of an exploration that found no fault.
 
     steps, logs: the number of steps and the log of each schedule's run. shared_lines: (file, line) of the atomic
-    operations on words that two ranks accessed. exhausted: whether these are all executions (`explore_all`). redundant:
-    how many more were begun, and given up because they were equivalent to others.
+    operations on words that two ranks accessed. exhausted: whether these are all executions (`explore_all`).
     """
 
     world: int
@@ -50,7 +49,6 @@ class Report:
     logs: list[list[tuple[int, int]]] = field(default_factory=list)
     shared_lines: set[Line] = field(default_factory=set)
     exhausted: bool = False
-    redundant: int = 0
 
     def add(self, schedule: Schedule, run: ExploredRun) -> None:
         """Add a run without a fault."""
@@ -62,8 +60,8 @@ class Report:
     def __str__(self) -> str:
         if all(isinstance(schedule, Decided) for schedule in self.schedules):
             which = "all of them" if self.exhausted else "not all"
-            count = f"{len(self.schedules)} execution{'s'[: len(self.schedules) != 1]}"
-            return f"{self.world} ranks, {count}, {which}: no fault"
+            executions = "1 execution" if len(self.schedules) == 1 else f"{len(self.schedules)} executions"
+            return f"{self.world} ranks, {executions}, {which}: no fault"
         return f"{len(self.schedules)} schedules, {sum(self.steps)} steps: no fault"
 
 
@@ -144,12 +142,11 @@ def explore_all(
     report, reduction, end = Report(world), Reduction(), time.monotonic() + seconds
     with _exploring(interpreted) as enter:
         while True:
-            schedule = _Following(reduction)
             try:
-                report.add(schedule, _execute(program, world, schedule, options, enter))
-                report.schedules[-1] = Decided(dict(reduction.decisions))
+                run = _execute(program, world, _Following(reduction), options, enter)
+                report.add(Decided(reduction.decisions), run)
             except Redundant:
-                report.redundant += 1
+                pass
             except ExploreError as error:
                 raise _with_fewer_decisions(error, reduction.decisions, program, world, options, enter) from None
             report.exhausted = not reduction.finish()
@@ -158,7 +155,7 @@ def explore_all(
 
 
 class _Following(Schedule):
-    """The execution that a reduction wants next; shown as what it was."""
+    """The execution that a reduction wants next, shown afterwards by the decisions that it has made."""
 
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
@@ -166,6 +163,9 @@ class _Following(Schedule):
     def scheduler(self, patience: int, max_steps: int) -> Scheduler:
         self._reduction.start()
         return EventScheduler(self._reduction, max_steps)
+
+    def __repr__(self) -> str:
+        return repr(Decided(self._reduction.decisions))
 
 
 def _with_fewer_decisions(
@@ -177,7 +177,7 @@ def _with_fewer_decisions(
     enter: Callable[[ExploredRun], None],
 ) -> ExploreError:
     """Return an error of the same type that fewer of the decisions show: none can be left out alone."""
-    for left_out in (None, *reversed(decisions)):
+    for left_out in reversed(decisions):
         fewer = {event: thread for event, thread in decisions.items() if event != left_out}
         try:
             _execute(program, world, Decided(fewer), options, enter)

@@ -68,10 +68,10 @@ class _Operations:
             value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
             self._memory.loaded(np.asarray(value.data))
             return value
-        site = self._memory.access(parts, size, "load", write=False)
+        load = self._memory.access(parts, size, "load", write=False)
         value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
-        if ptrs.data.size == 1:
-            self._memory.polled(parts, site)
+        if load is not None and ptrs.data.size == 1:
+            self._memory.polled(load)
         return value
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:

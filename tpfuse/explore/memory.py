@@ -103,8 +103,8 @@ class CheckedMemory:
     def _refuse(self, what: str, site: int) -> None:
         self._scheduler.stop(ProtocolError(f"{what}:\n  {self.sites[site]}"))
 
-    def access(self, parts: Parts, size: int, operation: str, *, write: bool) -> int:
-        """Let the schedule switch ranks before a plain load or store, then check it; return the number of its site."""
+    def access(self, parts: Parts, size: int, operation: str, *, write: bool) -> WordOperation | None:
+        """Let the schedule switch ranks before a plain load or store, then check it; return a load of one word."""
         task = self._scheduler.current
         site = self.site(operation)
         scalar = len(parts) == 1 and parts[0][1].size == 1
@@ -118,7 +118,7 @@ class CheckedMemory:
                 self._check(region, index, site, write=write, atomic=False)
         if not write:
             self._scheduler.observe(task, lambda: b"".join(region.content(part, size) for region, part in parts))
-        return site
+        return poll
 
     def written(self, parts: Parts) -> None:
         """Report a finished store: ranks that poll a word which it changed look again."""
@@ -134,10 +134,9 @@ class CheckedMemory:
         if isinstance(result, bool | int | float | str | list):
             self._scheduler.observe(self._scheduler.current, lambda: repr(result))
 
-    def polled(self, parts: Parts, site: int) -> None:
+    def polled(self, load: WordOperation) -> None:
         """Report a plain load of one word, which may be a poll."""
-        operation = self._operation(parts, site, ordered=False)
-        self._scheduler.polled(self._scheduler.current, operation, operation.read())
+        self._scheduler.polled(self._scheduler.current, load, load.read())
 
     def _operation(
         self, parts: Parts, site: int, *, ordered: bool, ends: Callable[[tuple[bytes, ...]], bool] | None = None

@@ -1,7 +1,8 @@
-"""Schedules, which choose before every operation on symmetric memory which thread of control runs next.
+"""Schedules, which choose which thread of control runs next.
 
-A schedule is a value whose repr is the expression that makes it. `start` returns the function that chooses in one run:
-pick(ready, current, step) -> one of `ready`, where threads are numbered in the order in which they were created.
+A schedule is a value whose repr is the expression that makes it. Most choose before every operation on symmetric
+memory: `start` returns the function that chooses in one run, pick(ready, current, step) -> one of `ready`, where
+threads are numbered in the order in which they were created. `Decided` chooses before operations on words alone.
 """
 
 import random

@@ -88,7 +88,7 @@ class Region:
     def content(self, addresses: NDArray[np.uint64], size: int) -> bytes:
         """Return the bytes that accesses of `size` bytes at these addresses read."""
         places = (addresses.astype(np.int64) - self.low).ravel()[:, None] + np.arange(size)
-        return bytes(self._bytes[np.clip(places, 0, len(self._bytes) - 1)])
+        return bytes(self._bytes[places])
 
     def name(self, element: int) -> str:
         """Return the description of an element: the buffer's key, the index and the rank."""

@@ -14,9 +14,8 @@
 
 `current` returns the copy of a module that is being explored. In the first tier the suite explores the program once in
 one world, and lets waits end. In the second tier it explores other worlds, runs every execution of a shorter program,
-deletes or weakens each synchronising line once, and plants the faults that are not deletions. Each mutant runs under
-the sequential schedule first, which finds nearly all of them, since vector clocks find a race in any order of the
-accesses; further schedules follow only for the mutants that remain.
+deletes or weakens each synchronising line once, and plants the faults that are not deletions. Each mutant runs until an
+execution fails: nearly always the first, since vector clocks find a race in any order of the accesses.
 """
 
 import ast

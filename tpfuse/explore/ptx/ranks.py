@@ -69,11 +69,10 @@ class ExploredGlobalMemory(GlobalMemory):
         for chain, some in self._split(warps):
             parts = self._checked.touched(addresses[some])
             with self._at_source(chain):
-                site = self._checked.access(parts, np.dtype(dtype).itemsize * count, "ld", write=False)
+                poll = self._checked.access(parts, np.dtype(dtype).itemsize * count, "ld", write=False)
         values = self.read(addresses, dtype, count)
-        if values.size == 1:
-            with self._at_source():
-                self._checked.polled(parts, site)
+        if poll is not None and values.size == 1:
+            self._checked.polled(poll)
         return values
 
     def store(self, addresses: Array, warps: Array, values: Array) -> None:
