@@ -120,7 +120,7 @@ lint: install
 	$(BIN)/ruff format --check .
 
 types: install
-	rm -rf build/types
+	rm -rf build/types build/lib
 	$(BIN)/python -m pip install --quiet --no-deps --target build/types .
 	MYPYPATH=build/types $(BIN)/mypy -p tpfuse
 
