@@ -25,7 +25,7 @@ from torch import Tensor
 from tpfuse.kernels.checks import check_dtype, check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import Launch, cdiv, planned
-from tpfuse.kernels.tiles import rounded
+from tpfuse.kernels.tiles import product, rounded
 
 IGNORE, TORCH_IGNORE = -1, -100  # the targets of rows that have no loss: ours, and the default of torch
 
@@ -97,7 +97,7 @@ def cross_entropy_forward_kernel(
     columns, mask = edge_columns(width, head, length)
     edge = tl.load(logits_ptr + row[:, None] + columns, mask=mask, other=float("-inf")).to(tl.float32)
     maximum = tl.maximum(tl.max(lane_maximum, 1), tl.max(edge, 1))
-    total = tl.sum(lane_total * tl.exp(lane_maximum - maximum[:, None]), 1)
+    total = tl.sum(product(lane_total, tl.exp(lane_maximum - maximum[:, None])), 1)
     total += tl.sum(tl.exp(edge - maximum[:, None]), 1)
     maximum = tl.where(total == 0.0, float("-inf"), maximum)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import Launch, cdiv, planned
-from tpfuse.kernels.tiles import rounded
+from tpfuse.kernels.tiles import product, rounded
 
 
 @triton.jit
@@ -34,9 +34,9 @@ def _merge_moments(x, mask, seen, count, mean, squares, CENTERED: tl.constexpr):
         share = count / (seen + count)
         delta = block_mean - mean
         mean += delta * share
-        squares += tl.sum(centered * centered, axis=1) + delta * (delta * (seen * share))
+        squares += tl.sum(product(centered, centered), axis=1) + delta * (delta * (seen * share))
     else:
-        squares += tl.sum(x * x, axis=1)
+        squares += tl.sum(product(x, x), axis=1)
     return mean, squares
 
 

@@ -21,7 +21,7 @@ from tpfuse.kernels.checks import check_floats, check_shape, check_tensor
 from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import Launch, cdiv, multiprocessors, planned
 from tpfuse.kernels.layer_norm import check_norm, load_rows, row_stride
-from tpfuse.kernels.tiles import rounded
+from tpfuse.kernels.tiles import product, rounded
 
 _WARPS = 16  # that the programs start on each multiprocessor, which leaves each thread 128 registers
 
@@ -111,7 +111,7 @@ def norm_backward_kernel(
             dbias += grad
         if dx_ptr is not None:
             if row_means_ptr is None:
-                along = tl.sum(scaled * normalized, axis=1) / C
+                along = tl.sum(product(scaled, normalized), axis=1) / C
             else:
                 along = tl.load(row_means_ptr + offs_m, mask=mask_m, other=0.0)
             dx = scaled - normalized * along[:, None]

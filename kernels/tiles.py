@@ -38,6 +38,16 @@ def accurate_dot(a, b, acc):
 
 
 @triton.jit
+def product(a, b):
+    """Return the rounded product of float32 numbers, for a sum over lanes.
+
+    The compiler may fuse a bare product with the first addition of such a sum (seen in Triton 3.9). Each of two lanes
+    then adds its own exact product to the other one's rounded product, so that their sums are not the same.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def rounded(x, dtype: tl.constexpr):
     """Convert float32 x to `dtype`, rounded to the nearest, ties to even; NaN stays NaN."""
     if INTERPRETED and dtype == tl.bfloat16:
