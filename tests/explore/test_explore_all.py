@@ -19,7 +19,7 @@ from tpfuse.explore import DeadlockError, Decided, ProtocolError, RaceError, Seq
 from tpfuse.explore.memory import HOST_WAIT, Semantics
 from tpfuse.explore.reduction import Reduction, Redundant
 from tpfuse.explore.run import RunOptions
-from tpfuse.kernels.signals import wait_signal
+from tpfuse.kernels.signals import wait_signal, wrapped
 
 # Random programs, all of whose interleavings a small model tries one by one
 
@@ -415,6 +415,100 @@ def test_a_program_begins_when_any_other_has_ended() -> None:
 
     assert explore_all(program, 1, resident=2).exhausted
     assert found == {1, 2, 3}
+
+
+# Programs of rounds
+
+
+def hand_round(memory: Any) -> Iterator[tuple[int, int]]:
+    """Write to the other rank's half of a box, and signal; the halves take turns."""
+    flags, box = memory.signals("flags", 1), memory.buffer("box", (2,), torch.float32)
+    for epoch in range(1, 5):
+        box.peers[1 - memory.rank][epoch % 2] = float(epoch % 2)
+        memory.signal(flags, 1 - memory.rank, 0, epoch)
+        memory.wait_signal(flags, memory.rank, 0, epoch, op="test")
+        assert box.local[epoch % 2] == epoch % 2
+        yield epoch, epoch % 2
+
+
+def test_states_that_were_there_before_prove_any_number_of_rounds() -> None:
+    assert str(explore_all(hand_round, 2)) == "2 ranks, 1 execution, all of them, for any number of rounds: no fault"
+
+
+@pytest.mark.parametrize(
+    ("kind", "grows"),
+    [
+        ("a wait that does not count on", "flags[0] of rank 0"),
+        ("another content", "the contents of box of rank 0"),
+        ("another value", "what the ranks yield"),
+        ("one rank counts", "the distance between the ranks' epochs"),
+    ],
+)
+def test_what_is_another_after_each_round_is_named(kind: str, grows: str) -> None:
+    """The wait ends in all of these rounds, and not in the tenth."""
+
+    def program(memory: Any) -> Iterator[tuple[int, int]]:
+        flags, box = memory.signals("flags", 1), memory.buffer("box", (1,), torch.float32)
+        memory.signal(flags, memory.rank, 0, 9)
+        for epoch in range(1, 4):
+            if kind == "a wait that does not count on":
+                memory.wait_signal(flags, memory.rank, 0, epoch, op="test")
+            box.local.fill_(epoch if kind == "another content" else 1)
+            counts = memory.rank or kind != "one rank counts"
+            yield epoch if counts else 0, epoch if kind == "another value" else 0
+
+    report = explore_all(program, 2)
+    assert report.exhausted and report.grows == grows
+    assert str(report) == f"2 ranks, 1 execution, all of them, and {grows} grows: no fault"
+
+
+def test_rounds_that_overlap_are_explored_as_one_program() -> None:
+    """The rank that is ahead in a round may count first or last."""
+    both = Semantics(acquires=True, releases=True, scope=2, host=True)
+
+    def program(memory: Any) -> Iterator[None]:
+        flags = memory.signals("flags", 1)
+        for _ in range(2):
+            memory._run.memory.host_word("add", memory._word(flags, 0, 0), 0, both, lambda old: 1 - old)
+            yield
+
+    report = explore_all(program, 2)
+    assert report.exhausted and report.grows is None
+    assert len(report.schedules) == len(explore_all(lambda memory: list(program(memory)), 2).schedules) == 6
+
+
+@pytest.mark.parametrize("first", [2**31 - 3, 2**32 - 3])
+def test_words_of_rounds_wrap_around(first: int) -> None:
+    def program(memory: Any) -> Iterator[int]:
+        flags = memory.signals("flags", 1)
+        memory.signal(flags, memory.rank, 0, wrapped(first))
+        memory.barrier()
+        for epoch in range(first + 1, first + 5):
+            memory.signal(flags, 1 - memory.rank, 0, wrapped(epoch))
+            memory.wait_signal(flags, memory.rank, 0, wrapped(epoch), op="test")
+            yield epoch
+
+    assert explore_all(program, 2).grows == ""
+
+
+def late_round(memory: Any) -> Iterator[int]:
+    """Let the second round read a box if the other rank has not come to a word yet."""
+    flags, box = memory.signals("flags", 1), memory.buffer("box", (1,), torch.float32)
+    yield 0
+    if memory.rank == 0:
+        memory.signal(flags, 0, 0, 1)
+        box.peers[0].fill_(1.0)
+    elif memory._run.memory.host_word("look", memory._word(flags, 0, 0), 0) == 0:
+        box.peers[0].item()
+    yield 0
+
+
+def test_a_fault_in_a_round_is_replayed_without_rounds() -> None:
+    with pytest.raises(RaceError, match="race on box") as caught:
+        explore_all(late_round, 2)
+    with pytest.raises(RaceError, match="race on box") as again:
+        eval(caught.value.replay, globals())
+    assert again.value.replay == caught.value.replay
 
 
 # Messages, pictures and the command

@@ -3,6 +3,7 @@
 There is no alarm, no unneeded line, and no wait without an end.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -87,22 +88,28 @@ class Engines:
         assert torch.equal(self.engines.chunks(xs[0]), torch.stack(xs)), f"epoch {epoch + 1}"
 
 
-def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-    """Run every size with copies on a second stream: half of the ranks are the second streams of the others."""
+def two_streams(memory: SimulatedMemory) -> None:
+    """Run every size with copies on a second stream."""
+    list(stream_rounds(memory, range(len(SIZES))))
+
+
+def stream_rounds(memory: SimulatedMemory, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Run an epoch for each size: half of the ranks are the second streams of the others."""
     world = memory.world // 2
     rank, copies = memory.rank % world, memory.rank >= world
     stream, events = Engines(memory, world), memory.signals("events", 1)
-    for epoch in range(epochs):
+    for epoch, size in enumerate(sizes, 1):
         if copies:
-            memory.wait_signal(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
-            stream.send(epoch)
-            memory.signal(events, rank, 0, epoch + 1)
+            memory.wait_signal(events, memory.rank, 0, epoch, peer=rank, op="P has come here")
+            stream.send(size)
+            memory.signal(events, rank, 0, epoch)
         else:
-            stream.begin(epoch)
-            memory.signal(events, rank + world, 0, epoch + 1)
-            stream.product(epoch)
-            memory.wait_signal(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
-            stream.end(epoch)
+            stream.begin(size)
+            memory.signal(events, rank + world, 0, epoch)
+            stream.product(size)
+            memory.wait_signal(events, rank, 0, epoch, peer=rank + world, op="C has copied")
+            stream.end(size)
+        yield epoch, epoch % 2
 
 
 class GatherSuite(ProtocolSuite):
@@ -136,10 +143,11 @@ class GatherSuite(ProtocolSuite):
 
             without_rank_0(memory, "all_gather_gemm", end.state, run)
 
-    def copiers_program(self, memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
+    def copier_rounds(self, memory: SimulatedMemory, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         rank = Copiers(memory)
-        for epoch in range(epochs):
-            rank.product(epoch)
+        for epoch, size in enumerate(sizes, 1):
+            rank.product(size)
+            yield epoch, epoch % 2
 
 
 GATHER, KERNEL = all_gather_gemm._gather_chunks, all_gather_gemm.all_gather_gemm_forward_kernel
@@ -183,10 +191,10 @@ class TestGathering(GatherSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        self.copiers_program(memory)
+        list(self.copier_rounds(memory, range(len(SIZES))))
 
-    def short_program(self, memory: SimulatedMemory) -> None:
-        self.copiers_program(memory, 3)
+    def short_program(self, memory: SimulatedMemory) -> Iterator[tuple[int, int]]:
+        return self.copier_rounds(memory, (0, 1) * 2)
 
 
 SEND = engines.EngineGather.send
@@ -227,8 +235,8 @@ class TestTwoStreams(GatherSuite):
     def program(self, memory: SimulatedMemory) -> None:
         two_streams(memory)
 
-    def short_program(self, memory: SimulatedMemory) -> None:
-        two_streams(memory, 3)
+    def short_program(self, memory: SimulatedMemory) -> Iterator[tuple[int, int]]:
+        return stream_rounds(memory, (0, 1) * 2)
 
 
 @pytest.mark.parametrize("what", ["P has come here", "C has copied"])

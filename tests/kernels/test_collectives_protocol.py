@@ -49,19 +49,21 @@ class CollectiveSuite(ProtocolSuite):
     fixtures = ("collectives",)
     worlds = ((2, 2), (2, 1), (3, 2))
 
-    def epochs(self, memory: SimulatedMemory, sizes: Sequence[int]) -> None:
-        """Run an epoch for each size."""
+    def epochs(self, memory: SimulatedMemory, sizes: Sequence[int], first: int = 0) -> Iterator[tuple[int, int]]:
+        """Run an epoch for each size, after `first` epochs. Those of one parity have the same inputs."""
         collective, end = self.collectives[self.name], connect(memory)
-        for epoch, n in enumerate(sizes):
-            xs = [integers(10 * epoch + rank, memory.world, n) for rank in range(memory.world)]
+        end.state[0] = first
+        for epoch, n in enumerate(sizes, 1):
+            xs = [integers(10 * (epoch % 2) + rank, memory.world, n) for rank in range(memory.world)]
             out = collective.run(xs[memory.rank], end)
-            assert torch.equal(out, collective.plain(xs, memory.rank)), f"epoch {epoch + 1}"
+            assert torch.equal(out, collective.plain(xs, memory.rank)), f"epoch {epoch}"
+            yield int(end.state[0]), epoch % 2
 
     def program(self, memory: SimulatedMemory) -> None:
-        self.epochs(memory, SIZES)
+        list(self.epochs(memory, SIZES))
 
-    def short_program(self, memory: SimulatedMemory) -> None:
-        self.epochs(memory, (24, 7, 20))
+    def short_program(self, memory: SimulatedMemory) -> Iterator[tuple[int, int]]:
+        return self.epochs(memory, (24, 7) * 2)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         collective, end = self.collectives[self.name], connect(memory)

@@ -1,5 +1,6 @@
 """Reduce-scatters by copy engines under many schedules: no alarm, no unneeded line, and no wait without an end."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,22 +57,28 @@ class Scatter:
         assert torch.equal(out, expected), f"epoch {epoch + 1}"
 
 
-def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-    """Run every size with copies on a second stream: half of the ranks are the second streams of the others."""
+def two_streams(memory: SimulatedMemory) -> None:
+    """Run every size with copies on a second stream."""
+    list(stream_rounds(memory, range(len(SIZES))))
+
+
+def stream_rounds(memory: SimulatedMemory, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Run an epoch for each size: half of the ranks are the second streams of the others."""
     world = memory.world // 2
     rank, copies = memory.rank % world, memory.rank >= world
     stream, events = Scatter(memory, world), memory.signals("events", 1)
-    for epoch in range(epochs):
+    for epoch, size in enumerate(sizes, 1):
         if copies:
-            memory.wait_signal(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
+            memory.wait_signal(events, memory.rank, 0, epoch, peer=rank, op="P has come here")
             stream.open()
-            stream.send(epoch)
-            memory.signal(events, rank, 0, epoch + 1)
+            stream.send(size)
+            memory.signal(events, rank, 0, epoch)
         else:
-            memory.signal(events, rank + world, 0, epoch + 1)
-            stream.multiply(epoch)
-            stream.check(epoch, stream.sum(epoch))
-            memory.wait_signal(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
+            memory.signal(events, rank + world, 0, epoch)
+            stream.multiply(size)
+            stream.check(size, stream.sum(size))
+            memory.wait_signal(events, rank, 0, epoch, peer=rank + world, op="C has copied")
+        yield epoch, epoch % 2
 
 
 SEND = engines.EngineScatter.send
@@ -128,8 +135,8 @@ class TestEngineScatter(ProtocolSuite):
     def program(self, memory: SimulatedMemory) -> None:
         two_streams(memory)
 
-    def short_program(self, memory: SimulatedMemory) -> None:
-        two_streams(memory, 2)
+    def short_program(self, memory: SimulatedMemory) -> Iterator[tuple[int, int]]:
+        return stream_rounds(memory, (0, 1) * 2)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         """Rank 0 does not come. The barriers are needed: copies after an abort may overwrite what a peer still sums."""

@@ -1,5 +1,7 @@
 """The kernel that sends messages, under many schedules: no false alarm, no unneeded line, no wait without an end."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.support.message_rings import ring, send_both_ways, without_rank_0
@@ -27,15 +29,16 @@ class TestSendMessage(ProtocolSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        self._send(memory, slots=1, count=3)
-
-    def short_program(self, memory: SimulatedMemory) -> None:
-        self._send(memory, slots=2, count=4)
-
-    def _send(self, memory: SimulatedMemory, slots: int, count: int) -> None:
-        routes = ring(memory.world, slots)
+        routes = ring(memory.world, 1)
         messages = current(fused).FusedMessages(memory, "messages", 48, routes)
-        send_both_ways(messages, memory.rank, routes, count)
+        send_both_ways(messages, memory.rank, routes, 3)
+
+    def short_program(self, memory: SimulatedMemory) -> Iterator[int]:
+        routes = ring(memory.world, 2)
+        messages = current(fused).FusedMessages(memory, "messages", 48, routes)
+        for turn in range(3):
+            send_both_ways(messages, memory.rank, routes, 2)
+            yield turn
 
     def late_program(self, memory: SimulatedMemory) -> None:
         routes = ring(memory.world, 2)

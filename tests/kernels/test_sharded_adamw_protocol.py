@@ -4,6 +4,7 @@ There is no false alarm, no unneeded line, and no wait without an end. With β�
 - lr decay p - lr g / (|g| + 1), which torch rounds as the kernel does.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -32,8 +33,8 @@ pytestmark = [
 class Bucket:
     """Parameters and gradients of all ranks, in shards of m elements."""
 
-    def __init__(self, memory: SimulatedMemory, end: Endpoint, m: int, dtype: torch.dtype) -> None:
-        self.memory, self.end, self.m, self.decay_end = memory, end, m, m // 2
+    def __init__(self, memory: SimulatedMemory, end: Endpoint, m: int, dtype: torch.dtype, lr: float = LR) -> None:
+        self.memory, self.end, self.m, self.decay_end, self.lr = memory, end, m, m // 2, lr
         shape = (m * memory.world,)
         self.values = memory.buffer(f"values {m}", shape, dtype)
         self.gradients = memory.buffer(f"gradients {m}", shape, torch.float32)
@@ -58,7 +59,7 @@ class Bucket:
         )
 
     def update(self, *, summed: bool) -> None:
-        flat, numbers = self.gradients, {"lr": torch.tensor(LR), "step": torch.tensor(3.0), "clip": None}
+        flat, numbers = self.gradients, {"lr": torch.tensor(self.lr), "step": torch.tensor(3.0), "clip": None}
         taken = (flat.local[self.shard], None) if summed else (flat.local, flat.addresses)
         tensors = self.values.local, self.values.addresses, *taken, self.master, *self.moments
         current(sharded_adamw).sharded_adamw_(
@@ -68,8 +69,8 @@ class Bucket:
     def expect(self, total: Tensor) -> None:
         """Compute the masters after one more update."""
         decay = torch.arange(len(total)) % self.m < self.decay_end
-        self.masters -= LR * RATES["weight_decay"] * decay * self.masters
-        self.masters -= LR * (total / (total.abs() + 1))
+        self.masters -= self.lr * RATES["weight_decay"] * decay * self.masters
+        self.masters -= self.lr * (total / (total.abs() + 1))
 
     def check(self) -> None:
         """Compare the parameters that a forward pass would read."""
@@ -77,20 +78,21 @@ class Bucket:
         assert self.master is None or torch.equal(self.master, self.masters[self.shard])
 
 
-def zero(memory: SimulatedMemory, steps: int = 2) -> None:
+def zero(memory: SimulatedMemory, steps: int, lr: float = LR) -> Iterator[tuple[int, int]]:
     """Run two buckets: the gradients of one are summed first, as for a norm, those of the other during the update."""
     end = connect(memory)
-    buckets = Bucket(memory, end, 40, torch.float32), Bucket(memory, end, 7, torch.bfloat16)
+    buckets = Bucket(memory, end, 40, torch.float32, lr), Bucket(memory, end, 7, torch.bfloat16, lr)
     for step in range(steps):
         for bucket in buckets:
             bucket.check()
-        totals = [bucket.backward(step) for bucket in buckets]
+        totals = [bucket.backward(step % 2) for bucket in buckets]
         for bucket, total in zip(buckets, totals, strict=True):
             bucket.expect(total)
         summed, other = buckets[step % 2], buckets[1 - step % 2]
         other.update(summed=False)  # the first launch of a step: no launch before it has waited for the other ranks
         summed.sum()
         summed.update(summed=True)
+        yield int(end.state[0]), step % 2
     for bucket, total in zip(buckets, totals, strict=True):
         bucket.check()
         assert torch.equal(bucket.moments[0], total[bucket.shard]), "as β₁ is 0"
@@ -117,10 +119,10 @@ class TestShardedAdamW(ProtocolSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        zero(memory)
+        list(zero(memory, steps=2))
 
-    def short_program(self, memory: SimulatedMemory) -> None:
-        zero(memory, steps=1)
+    def short_program(self, memory: SimulatedMemory) -> Iterator[tuple[int, int]]:
+        return zero(memory, steps=4, lr=0.0)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         """A launch that ends early changes nothing."""

@@ -29,6 +29,12 @@ def unconnected(slot_bytes: int = 256, flag_count: int = 5, programs: int = 2) -
     return Endpoint(1, 3, table, slot_bytes, table, flag_count, words, words[:1], programs=programs)
 
 
+def epochs_of(memory: SimulatedMemory) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what a program yields after a round on channels of `memory.channel`: their epochs, and the next halves."""
+    epochs = tuple(channel.next_epoch for channel in memory._channels.values())
+    return epochs, tuple(epoch % 2 for epoch in epochs)
+
+
 def explore_once(program: Callable[[SimulatedMemory], object], world: int) -> None:
     """Run `program` on `world` simulated ranks under one schedule, for the values that it computes."""
     explore(program, world, schedules=[RoundRobin()])

@@ -74,7 +74,7 @@ class Clocks:
         self._begun = np.zeros_like(self.knows)  # what the stream knew when the chain's launch began
         self._acquired = np.zeros_like(self.knows)  # what the chain will know after its next debug_barrier
         self._observed = np.zeros_like(self.knows)  # what the chain's stream will know after the launch
-        self._published: dict[Word, Clock] = {}
+        self.published: dict[Word, Clock] = {}  # at words
         self.log: list[tuple[str, tuple[object, ...]]] = []
 
     def time(self, component: int) -> int:
@@ -91,7 +91,7 @@ class Clocks:
                 np.pad(rows, (0, size)) for rows in (self.knows, self._begun, self._acquired, self._observed)
             )
             self._covered = np.pad(self._covered, (0, size))
-            self._published = {word: np.pad(clock, (0, size)) for word, clock in self._published.items()}
+            self.published = {word: np.pad(clock, (0, size)) for word, clock in self.published.items()}
         self._tick(chain)
         return chain
 
@@ -144,30 +144,30 @@ class Clocks:
                 acquires=operation.acquires or "acquire" in changes,
                 alone=operation.alone and "wait" not in changes,
             )
-        if (operation.acquires or operation.assembly) and operation.word in self._published:
+        if (operation.acquires or operation.assembly) and operation.word in self.published:
             rows = self.knows if operation.acquires else self._observed
             rows = self._acquired if operation.acquires and operation.alone else rows
-            np.maximum(rows[chain], self._published[operation.word], out=rows[chain])
+            np.maximum(rows[chain], self.published[operation.word], out=rows[chain])
         if operation.stores and not operation.modifies:
-            self._published.pop(operation.word, None)
+            self.published.pop(operation.word, None)
         if operation.stores and (operation.releases or operation.assembly):
             clock = (self.knows if operation.releases else self._begun)[chain].copy()
             if operation.releases and (self.barrier_rule or operation.assembly) and not operation.host:
                 clock[chain] = covered
-            if operation.word in self._published:
-                np.maximum(clock, self._published[operation.word], out=clock)
-            self._published[operation.word] = clock
+            if operation.word in self.published:
+                np.maximum(clock, self.published[operation.word], out=clock)
+            self.published[operation.word] = clock
         self._tick(chain)  # for all semantics, so that times are the same under every supposition
 
     def snapshot(self, chain: int) -> Callable[[], None]:
         """Return a function that forgets what a chain has done and acquired since; no other chain has gone on."""
         rows = [(x, x[chain].copy()) for x in (self.knows, self._acquired, self._observed)]
-        covered, published, length = self._covered[chain], dict(self._published), len(self.log)
+        covered, published, length = self._covered[chain], dict(self.published), len(self.log)
 
         def undo() -> None:
             for array, row in rows:
                 array[chain] = row
-            self._covered[chain], self._published = covered, published
+            self._covered[chain], self.published = covered, published
             del self.log[length:]
 
         return undo

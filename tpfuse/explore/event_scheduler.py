@@ -9,14 +9,17 @@ and the host's waits say so themselves (`went_round`).
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpfuse.explore.errors import ProtocolError, Stopped
 from tpfuse.explore.reduction import WAITS, Execution, Name, Past, Redundant, Values, Word, WordEvent
+from tpfuse.explore.rounds import Overlap, RoundState
 from tpfuse.explore.scheduler import Scheduler, Task, WordOperation
 
+ROUND = "the end of the round on all ranks"  # a reason for which a task is held
 _ROUNDS = 100  # polls of unchanged words in states that differ before this is taken for a loop without an end
 
 
@@ -62,6 +65,7 @@ class EventScheduler(Scheduler):
         self.execution = execution
         self._threads: dict[Task, _Thread] = {}
         self._stall = 0  # how often waits were ended
+        self._at_end: dict[Task, Any] = {}  # the ranks that have come to the end of the round, and what they gave
 
     def spawn(
         self, rank: int, stream: int, body: Callable[[Task], None], name: Name, parent: Task | None = None
@@ -189,6 +193,20 @@ class EventScheduler(Scheduler):
         for task in tasks:
             self._threads[task].past = past
 
+    def end_round(self, task: Task, given: Any, world: int, state: Callable[[Sequence[Any]], RoundState]) -> None:
+        self._learn(self._threads[task])
+        if not self.execution.in_rounds:
+            return
+        self._at_end[task] = given
+        task.held = ROUND
+        if len(self._at_end) == world:
+            ranks = sorted(self._at_end, key=lambda task: task.rank)
+            pasts = tuple(self._threads[rank].past for rank in ranks)
+            self.execution.end_round(pasts, state([self._at_end.pop(rank) for rank in ranks]))
+            for rank in ranks:
+                rank.held = ""
+        self.dispatch(task)
+
     def _ready(self) -> list[int]:
         return [task.number for task in self.tasks if not task.done and not task.held and not self._waits(task)]
 
@@ -225,6 +243,9 @@ class EventScheduler(Scheduler):
 
     def _look_again(self) -> bool:
         self._record_waits()
+        if self._at_end:  # a rank waits for one that is a round ahead, or for ever
+            self._fail(Overlap())
+            raise Stopped
         if not self.on_stall():
             return False
         self._stall += 1

@@ -1,10 +1,12 @@
 """`explore` runs a program on several ranks under several schedules, until one of them shows a fault."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 import torch
 import triton
@@ -13,7 +15,8 @@ from tpfuse.explore.clocks import Line
 from tpfuse.explore.errors import ExploreError
 from tpfuse.explore.event_scheduler import EventScheduler
 from tpfuse.explore.interpreter_hooks import hooked
-from tpfuse.explore.reduction import Decisions, Reduction, Redundant
+from tpfuse.explore.reduction import Execution, Ordered, Reduction, Redundant
+from tpfuse.explore.rounds import Overlap
 from tpfuse.explore.run import ExploredRun, RunOptions
 from tpfuse.explore.scheduler import Scheduler
 from tpfuse.explore.schedules import PCT, Decided, RoundRobin, Schedule, Sequential
@@ -40,7 +43,8 @@ class Report:
     """The runs of an exploration that found no fault.
 
     steps, logs: the number of steps and the log of each schedule's run. shared_lines: (file, line) of the atomic
-    operations on words that two ranks accessed. exhausted: whether these are all executions (`explore_all`).
+    operations on words that two ranks accessed. exhausted: whether these are all executions (`explore_all`). grows: the
+    name of what is another after each round, "" if the executions stand for any number of rounds, None without rounds.
     """
 
     world: int
@@ -49,6 +53,7 @@ class Report:
     logs: list[list[tuple[int, int]]] = field(default_factory=list)
     shared_lines: set[Line] = field(default_factory=set)
     exhausted: bool = False
+    grows: str | None = None
 
     def add(self, schedule: Schedule, run: ExploredRun) -> None:
         """Add a run without a fault."""
@@ -60,6 +65,8 @@ class Report:
     def __str__(self) -> str:
         if all(isinstance(schedule, Decided) for schedule in self.schedules):
             which = "all of them" if self.exhausted else "not all"
+            if self.exhausted and self.grows is not None:
+                which += f", and {self.grows} grows" if self.grows else ", for any number of rounds"
             executions = "1 execution" if len(self.schedules) == 1 else f"{len(self.schedules)} executions"
             return f"{self.world} ranks, {executions}, {which}: no fault"
         return f"{len(self.schedules)} schedules, {sum(self.steps)} steps: no fault"
@@ -139,48 +146,63 @@ def explore_all(
         raise ValueError(f"seconds={seconds}: expected a positive number")
     _check_world(world)
     options = RunOptions(resident, timeouts, barrier_rule=barrier_rule, max_steps=max_steps)
-    report, reduction, end = Report(world), Reduction(), time.monotonic() + seconds
+    end = time.monotonic() + seconds
     with _exploring(interpreted) as enter:
-        while True:
-            try:
-                run = _execute(program, world, _Following(reduction), options, enter)
-                report.add(Decided(reduction.decisions), run)
-            except Redundant:
-                pass
-            except ExploreError as error:
-                raise _with_fewer_decisions(error, reduction.decisions, program, world, options, enter) from None
-            report.exhausted = not reduction.finish()
-            if report.exhausted or time.monotonic() > end:
-                return report
+        execute = partial(_execute, program, world, options=options, enter=enter)
+        try:
+            return _all_executions(Reduction(in_rounds=True), world, execute, end)
+        except Overlap:
+            return _all_executions(Reduction(), world, execute, end)
+
+
+def _all_executions(reduction: Reduction, world: int, execute: Callable[[Schedule], ExploredRun], end: float) -> Report:
+    """Run the executions that a reduction wants, up to a time."""
+    report = Report(world)
+    while True:
+        try:
+            run = execute(_Following(reduction))
+            report.add(Decided(reduction.decisions), run)
+        except Redundant:
+            pass
+        except ExploreError as error:
+            raise _with_fewer_decisions(error, reduction, execute) from None
+        while (execution := reduction.untried()) is not None:
+            with contextlib.suppress(Redundant):
+                execute(_Following(execution))
+        report.exhausted, report.grows = not reduction.finish(), reduction.grows
+        if report.exhausted or time.monotonic() > end:
+            return report
 
 
 class _Following(Schedule):
-    """The execution that a reduction wants next, shown afterwards by the decisions that it has made."""
+    """An execution, shown afterwards by the decisions that it has made."""
 
-    def __init__(self, reduction: Reduction) -> None:
-        self._reduction = reduction
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
 
     def scheduler(self, patience: int, max_steps: int) -> Scheduler:
-        self._reduction.start()
-        return EventScheduler(self._reduction, max_steps)
+        self._execution.start()
+        return EventScheduler(self._execution, max_steps)
 
     def __repr__(self) -> str:
-        return repr(Decided(self._reduction.decisions))
+        return repr(Decided(self._execution.decisions))
 
 
 def _with_fewer_decisions(
-    error: ExploreError,
-    decisions: Decisions,
-    program: Program,
-    world: int,
-    options: RunOptions,
-    enter: Callable[[ExploredRun], None],
+    error: ExploreError, reduction: Reduction, execute: Callable[[Schedule], ExploredRun]
 ) -> ExploreError:
     """Return an error of the same type that fewer of the decisions show: none can be left out alone."""
+    decisions = reduction.decisions
+    if reduction.cuts:  # a replay has no rounds, and there the same order is the result of other decisions
+        same = Ordered(reduction.order, reduction.effects, ends=False)
+        try:
+            execute(_Following(same))
+        except ExploreError as found:
+            error, decisions = found, same.decisions
     for left_out in reversed(decisions):
         fewer = {event: thread for event, thread in decisions.items() if event != left_out}
         try:
-            _execute(program, world, Decided(fewer), options, enter)
+            execute(Decided(fewer))
         except ExploreError as found:
             if type(found) is type(error):
                 decisions, error = fewer, found
@@ -197,7 +219,11 @@ def _execute(
 
     def body(run: ExploredRun, rank: int) -> None:
         with torch.set_grad_enabled(gradients), TorchOperations(run.memory), LeavingTorch(run.memory):
-            program(SimulatedMemory(run, rank))
+            memory = SimulatedMemory(run, rank)
+            rounds = program(memory)
+            if isinstance(rounds, Iterator):
+                for yielded in rounds:
+                    memory.end_round(yielded)
 
     run = ExploredRun(body, world, schedule, options)
     enter(run)

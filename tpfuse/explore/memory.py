@@ -1,6 +1,6 @@
 """The symmetric memory of a run: before every operation the schedule may switch ranks, and then it is checked."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tpfuse.explore.clocks import Atomic, Clocks, Line, Word
+from tpfuse.explore.clocks import Atomic, Clock, Clocks, Line, Word
 from tpfuse.explore.errors import ProtocolError, RaceError
 from tpfuse.explore.explanation import explain
 from tpfuse.explore.scheduler import Scheduler, WordOperation
@@ -252,6 +252,26 @@ class CheckedMemory:
     def shared_lines(self) -> set[Line]:
         """Return the lines of the atomic operations on words that two ranks have accessed."""
         return {line for ranks, lines in self._word_lines.values() if len(ranks) > 1 for line in lines}
+
+    def words(self) -> Iterator[tuple[Region, int, tuple[int, ...]]]:
+        """Yield all words on which atomic operations were performed, and the scopes of these, by region."""
+        for (number, element), users in sorted(self._users.items()):
+            yield self.regions[number], element, tuple(sorted({scope for _, scope in users}))
+
+    def published(self) -> dict[Hashable, Clock]:
+        """Return the clock at each word, in the order of their regions."""
+        words = sorted(self.clocks.published.items())
+        return {(self.regions[number].identity, element): clock for (number, element), clock in words}
+
+    def unknown(self, region: Region, streams: Sequence[int]) -> Hashable:
+        """Return the accesses to a region that some stream does not know, with the streams and words that know them."""
+        streams_know, words_know = self.clocks.knows[list(streams)], list(self.published().values())
+        found = []
+        for kind, accessors, times in region.accesses():
+            elements = np.flatnonzero((times > streams_know[:, accessors]).any(0))
+            rows = np.array([*streams_know, *words_know])[:, accessors[elements]]
+            found.append((kind, elements.tobytes(), np.packbits(times[elements] <= rows).tobytes()))
+        return tuple(sorted(found))
 
     def host_word(
         self,

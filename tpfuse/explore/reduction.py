@@ -18,11 +18,14 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from tpfuse.explore.rounds import Overlap, RoundState
+
 Name = tuple[int, ...]  # of a thread: its rank, or its parent's name, the number of the launch and of the program
 Word = Hashable
 Values = tuple[bytes, ...]
 Past = frozenset[int]  # the numbers of the last events of threads after which one goes on
 Clock = Mapping[Name, int]  # how many events of each thread come before, in all equivalent executions
+Effects = dict[tuple[Name, Hashable, Values], Hashable]
 Decisions = dict[int, Name]  # the number of an event -> the thread that performs it
 
 
@@ -32,6 +35,15 @@ _MOST_CUTS = 64  # sets of later changes that are compared
 
 class Redundant(Exception):
     """The execution is equivalent to one that was visited before."""
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """The end of a round on all ranks. events: how many came before. pasts: of the ranks. state: of the run."""
+
+    events: int
+    pasts: tuple[Past, ...]
+    state: RoundState
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,10 @@ class WordEvent:
 class Execution:
     """The events of one execution, in which a thread runs on until it cannot unless `decisions` name another one."""
 
+    in_rounds = False  # whether no rank begins a round before all have come to the end of the one before
+
     def __init__(self, decisions: Mapping[int, Name] | None = None) -> None:
-        self.effects: dict[tuple[Name, Hashable, Values], Hashable] = {}  # of values on a thread in a state
+        self.effects: Effects = {}  # of values on a thread in a state
         self._given = dict(decisions or {})
         self.start()
 
@@ -76,6 +90,8 @@ class Execution:
         """Begin an execution."""
         self.events: list[WordEvent] = []
         self.decisions: Decisions = {}
+        self.order: list[Name] = []  # the threads that performed the events, and the one that may perform the next
+        self.cuts: list[RoundEnd] = []
         self._counts: dict[Name, int] = {}
         self._waiting: list[tuple[int, WordEvent]] = []  # polls that never end a wait, and how many events came before
 
@@ -89,6 +105,7 @@ class Execution:
         chosen = self._choose(able, standard)
         if chosen != standard:
             self.decisions[len(self.events)] = chosen
+        self.order[len(self.events) :] = [chosen]
         return chosen
 
     def _choose(self, able: Mapping[Name, bool], standard: Name) -> Name:
@@ -96,6 +113,10 @@ class Execution:
         if chosen not in able:
             raise ValueError(f"event {len(self.events)}: thread {chosen} cannot continue: decisions of another program")
         return chosen
+
+    def end_round(self, pasts: tuple[Past, ...], state: RoundState) -> None:
+        """Take note that all ranks have come to the end of a round."""
+        self.cuts.append(RoundEnd(len(self.events), pasts, state))
 
     def event(
         self,
@@ -138,6 +159,23 @@ class Execution:
         return self.effects.get((thread, state, values))
 
 
+class Ordered(Execution):
+    """An execution whose events are performed by these threads, in this order. ends: whether it ends after them."""
+
+    def __init__(self, order: Sequence[Name], effects: Effects, ends: bool) -> None:
+        super().__init__()
+        self.effects, self._order, self._ends = effects, order, ends
+
+    def _choose(self, able: Mapping[Name, bool], standard: Name) -> Name:
+        if len(self.events) == len(self._order):
+            if self._ends:
+                raise Redundant
+            return standard
+        if (chosen := self._order[len(self.events)]) not in able:
+            raise Redundant
+        return chosen
+
+
 @dataclass
 class _Node:
     """A state in which a thread has to be chosen.
@@ -161,15 +199,33 @@ class Reduction(Execution):
     """The executions of a program, one of each class; after each of them `finish` says whether one is left.
 
     merging: whether an execution also stands for those in which threads read later values with the same effect.
+    in_rounds: whether ranks go from round to round together, and an execution is not followed beyond the end of a round
+    whose state was there before. grows: after all executions, what keeps them from standing for any number of rounds:
+    None if there are no rounds, "" if nothing does.
     """
 
-    def __init__(self, merging: bool = True) -> None:
+    def __init__(self, merging: bool = True, in_rounds: bool = False) -> None:
         super().__init__()
-        self._merging = merging
+        self._merging, self.in_rounds = merging, in_rounds
         self._nodes: list[_Node] = []
         self._new = 0  # the first event that earlier executions did not have
+        self._states: list[tuple[RoundState, Hashable]] = []
+        self._tried = set[tuple[Name, ...]]()
+        self._redundant = False
+        self.grows: str | None = None
+
+    def start(self) -> None:
+        super().start()
+        self._redundant = False
 
     def _choose(self, able: Mapping[Name, bool], standard: Name) -> Name:
+        try:
+            return self._wanted(able, standard)
+        except Redundant:
+            self._redundant = True
+            raise
+
+    def _wanted(self, able: Mapping[Name, bool], standard: Name) -> Name:
         depth = len(self.events)
         if depth == len(self._nodes):
             sleeping = self._sleeping()
@@ -210,10 +266,9 @@ class Reduction(Execution):
     def finish(self) -> bool:
         """End the execution; return whether another one is left, which the next `start` begins."""
         order = _Order(self.events, self._merging)
-        for later in range(self._new, len(self.events)):
-            for earlier in order.rivals(self.events[later], later):
-                self._reverse(order, earlier, self.events[later], later)
-        for later, event in self._waiting:
+        end = self._end(order)
+        last = [(later, self.events[later]) for later in range(self._new, end)]
+        for later, event in last + [(later, event) for later, event in self._waiting if later <= end]:
             for earlier in order.rivals(event, later):
                 self._reverse(order, earlier, event, later)
         for depth in reversed(range(len(self._nodes))):
@@ -226,6 +281,46 @@ class Reduction(Execution):
             self._nodes.pop()
         return False
 
+    def _end(self, order: "_Order") -> int:
+        """Return the number of events that count: all up to the first new state that was there before."""
+        for cut in () if self._redundant else self.cuts:
+            if cut.events > self._new:
+                knowledge = order.knowledge(cut)
+                differences = [self._difference(cut, *state, knowledge) for state in self._states]
+                if "" in differences:
+                    self.grows = self.grows or ""
+                    return cut.events
+                self._states.append((cut.state, knowledge))
+                if cut is self.cuts[-1]:
+                    self.grows = differences[-1] if differences else "a single round"
+        return len(self.events)
+
+    def _difference(self, cut: RoundEnd, earlier: RoundState, earlier_knowledge: Hashable, knowledge: Hashable) -> str:
+        since = next((x.events for x in self.cuts if x.state.epochs == earlier.epochs), 0)
+        between = self.events[since : cut.events]
+        read = {word for event in between for word in event.reads}
+        changed = {word for event in between for word in event.changes}
+        other = "" if knowledge == earlier_knowledge else "the order of operations on words"
+        return cut.state.difference(earlier, read, changed) or other
+
+    def untried(self) -> "Ordered | None":
+        """Return an execution in which a thread reads a word before or after a change of another round, or None.
+
+        Afterwards the effect of that is known: whether the thread goes on waiting, or goes on as it has here.
+        """
+        order = _Order(self.events, self._merging)
+        for cut in self.cuts:
+            for later in range(max(cut.events, self._new), len(self.events)):
+                for earlier in order.rivals(self.events[later], later):
+                    both = self.events[earlier].changes and self.events[later].changes
+                    if earlier < cut.events and not both:
+                        between = [i for i in range(earlier + 1, later) if not order.precedes(earlier, order.after[i])]
+                        names = tuple(self.events[i].thread for i in [*range(earlier), *between, later, earlier])
+                        if names not in self._tried:
+                            self._tried.add(names)
+                            return Ordered(names, self.effects, ends=True)
+        return None
+
     def _reverse(self, order: "_Order", earlier: int, last: WordEvent, later: int) -> None:
         """Let an execution have the last event, of number `later`, before the earlier one, unless one already has.
 
@@ -237,6 +332,8 @@ class Reduction(Execution):
             earlier = next(changing, -1)
             if earlier < 0 or order.precedes(earlier, before):
                 return
+        if any(earlier < cut.events <= later for cut in self.cuts):
+            raise Overlap
         sequence = [i for i in range(earlier + 1, later) if not order.precedes(earlier, order.after[i])]
         initials: dict[Name, None] = {}
         following = [(self.events[i], order.after[i]) for i in sequence] + [(last, order.before(last, later))]
@@ -286,6 +383,18 @@ class _Order:
                 if word in event.changes and word in x.reads and i not in self._soft:
                     linked.add(i)
         return linked
+
+    def knowledge(self, cut: RoundEnd) -> Hashable:
+        """Return, for the last change of each word and the reads after it, which ranks know them after a round."""
+        clocks, found, changed = [self.clock(past) for past in cut.pasts], set[Hashable](), set[Word]()
+        for i in reversed(range(cut.events)):
+            event = self._events[i]
+            known = tuple(self.precedes(i, clock) for clock in clocks)
+            for word in event.reads.keys() - changed & cut.state.words.keys():
+                if not all(known):
+                    found.add((word, word in event.changes, event.thread[0], known))
+            changed |= event.changes.keys()
+        return frozenset(found)
 
     def rivals(self, event: WordEvent, index: int) -> set[int]:
         """Return the events before an event of this number whose order with it no other order gives."""

@@ -1,7 +1,7 @@
 """The run of a protocol under one schedule: ranks are threads, one of which runs at a time, on checked memory."""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 
 from tpfuse.explore.errors import ProtocolError
 from tpfuse.explore.memory import CheckedMemory
+from tpfuse.explore.rounds import RoundState
 from tpfuse.explore.scheduler import GRID, PLACE, Task
 from tpfuse.explore.schedules import Schedule
 from tpfuse.explore.shadow import Region
@@ -230,3 +231,29 @@ class ExploredRun:
                 task.held, self._missing[task.rank] = "", min(set(range(self.world)) - present)
             arrived.clear()
         return True
+
+    def end_round(self, epochs: tuple[int, ...], rest: Hashable, chains: Sequence[int]) -> None:
+        """Let the current rank come to the end of a round.
+
+        epochs, rest: what the next round depends on; see `explore_all`. chains: those on which the rank goes on.
+        """
+        given = epochs, rest, chains
+        self.scheduler.end_round(self.scheduler.current, given, self.world, self._round_state)
+
+    def _round_state(self, given: Sequence[tuple[tuple[int, ...], Hashable, Sequence[int]]]) -> RoundState:
+        epochs, yielded, chains = zip(*given, strict=True)
+        memory, streams = self.memory, [chain for one in chains for chain in one]
+        words = {(region.identity, i): region.number(i) for region, i, _ in memory.words()}
+        words |= {(region.identity, i): int(x) for region in memory.regions for i, x in enumerate(region.words)}
+        rest: dict[str, Hashable] = {
+            "what the ranks yield": yielded,
+            "the words that signal": tuple(memory.published()),
+        }
+        rest["the scopes of words"] = tuple((region.identity, i, scopes) for region, i, scopes in memory.words())
+        for region in filter(lambda region: region.checked, memory.regions):
+            data = region.all_bytes()
+            data[[i for identity, i in words if identity == region.identity]] = 0
+            name = f"{region.key} of rank {region.rank}"
+            rest[f"the contents of {name}"] = region.freed, data.tobytes()
+            rest[f"the order of accesses to {name}"] = memory.unknown(region, streams)
+        return RoundState(epochs, words, rest)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tpfuse.explore.errors import DeadlockError, ExploreError, Stopped
 from tpfuse.explore.reduction import Name, Word
+from tpfuse.explore.rounds import RoundState
 from tpfuse.explore.sites import actor
 
 Pick = Callable[[Sequence[int], int, int], int]  # (ready threads, the current one, the step) -> the next one
@@ -257,6 +258,9 @@ class Scheduler:
 
     def joined(self, tasks: Sequence[Task], others: Sequence[Task] = ()) -> None:
         """Record that what some tasks do next comes after all that they and others have done."""
+
+    def end_round(self, task: Task, given: Any, world: int, state: Callable[[Sequence[Any]], RoundState]) -> None:
+        """Record that a rank has come to the end of a round. state: returns the run's, for what the ranks gave."""
 
     def progress(self) -> None:
         """Record an event for which other threads may have waited: none of them counts as stalled any more."""

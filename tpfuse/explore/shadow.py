@@ -1,5 +1,6 @@
 """Shadow memory: the last accesses to each element of a symmetric buffer, with their times."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +90,19 @@ class Region:
         """Return the bytes that accesses of `size` bytes at these addresses read."""
         places = (addresses.astype(np.int64) - self.low).ravel()[:, None] + np.arange(size)
         return bytes(self._bytes[places])
+
+    def all_bytes(self) -> NDArray[np.uint8]:
+        """Return a copy of the bytes of all elements, [elements, bytes]."""
+        inside: NDArray[np.uint8] = self._bytes[RED_ZONE : len(self._bytes) - RED_ZONE].reshape(-1, self.step).copy()
+        return inside
+
+    def accesses(self) -> Iterator[tuple[str, NDArray[np.int32], NDArray[np.int64]]]:
+        """Yield the last accesses to each element: their kind, the components that made them, and the times."""
+        yield "plain write", self._writer, self._written
+        for (write, atomic), table in self._tables.items():
+            for component, row in table.items():
+                kind = f"{'atomic' if atomic else 'plain'} {'write' if write else 'read'}"
+                yield kind, np.full(self.count, component, np.int32), row.times
 
     def name(self, element: int) -> str:
         """Return the description of an element: the buffer's key, the index and the rank."""

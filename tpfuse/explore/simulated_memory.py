@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -128,6 +128,13 @@ class SimulatedMemory(SymmetricMemory):
         self._check_abort(op)
         yield
         self._check_abort(op)
+
+    def end_round(self, yielded: Any) -> None:
+        """Come to the end of a round of a program that yields there; see `explore_all`."""
+        epochs, rest = yielded if isinstance(yielded, tuple) else (yielded or 0, None)
+        stream = self._run.scheduler.current.stream
+        chains = [stream] if self._last_beside is None else [stream, self._last_beside]
+        self._run.end_round(epochs if isinstance(epochs, tuple) else (epochs,), rest, chains)
 
     def beside(self, work: Callable[[], None]) -> object | None:
         if not self.has_second_stream:

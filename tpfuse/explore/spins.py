@@ -44,6 +44,9 @@ def _value(x: Any, place: Place) -> Hashable:
         return _value(x.value, place)
     if isinstance(x, core.tensor):
         return _value(x.handle.data, place)
+    if isinstance(x, core.tensor_descriptor_base):
+        parts = x.handle.base, *x.handle.shape, *x.handle.strides
+        return tuple(_value(part.data, place) for part in parts)
     if isinstance(x, np.ndarray):
         return numbers_of(x, place)
     if isinstance(x, tuple | list | core.tuple):

@@ -1,8 +1,11 @@
 """Collectives by torch operations, rank by rank in one process: every access is ordered, under many schedules."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from tests.support.channels import epochs_of
 from tpfuse.comm import channel
 from tpfuse.comm.collectives import direct
 from tpfuse.comm.errors import PeerTimeout
@@ -34,11 +37,17 @@ class TestDirectCollectives(ProtocolSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
+        list(self.rounds(memory, 1))
+
+    def short_program(self, memory: SimulatedMemory) -> Iterator[object]:
+        return self.rounds(memory, 4)
+
+    def rounds(self, memory: SimulatedMemory, count: int) -> Iterator[object]:
         """Run several epochs of every collective, in slots of three or four elements a row; then some under way."""
         current(direct).ONE_SHOT_BYTES = 12
         rank, world = memory.rank, memory.world
         collectives = current(direct).DirectCollectives(memory, 16 * world, 32 * world)
-        for n in (5, 1, 11):
+        for n in (5, 1, 11) * count:
             whole = integers(n, world, world, n)
             mine = whole[rank].clone()
             gathered, turned = torch.empty(world, n), torch.empty(world, n)
@@ -53,11 +62,13 @@ class TestDirectCollectives(ProtocolSuite):
             assert torch.equal(total, whole.sum(0).view(-1))
             collectives.all_reduce_max(mine.view(-1), top)
             assert torch.equal(top, whole.amax(0).view(-1))
-        outs = [torch.empty(world, 11) for _ in range(3)]  # There are fewer halves.
-        handles = [collectives.all_gather(mine[0], out, later=True) for out in outs]
-        for handle in handles:
-            handle.wait()
-        assert all(torch.equal(out, whole[:, 0]) for out in outs)
+            if n == 11:
+                outs = [torch.empty(world, n) for _ in range(3)]  # There are fewer halves.
+                handles = [collectives.all_gather(mine[0], out, later=True) for out in outs]
+                for handle in handles:
+                    handle.wait()
+                assert all(torch.equal(out, whole[:, 0]) for out in outs)
+                yield epochs_of(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         collectives = current(direct).DirectCollectives(memory, 64, 64)

@@ -1,5 +1,7 @@
 """Messages by torch operations, rank by rank in one process: every access is ordered, under many schedules."""
 
+from collections.abc import Iterator
+
 from tests.support.message_rings import ring, send_both_ways, without_rank_0
 from tpfuse.comm.messages import symmetric
 from tpfuse.explore import SimulatedMemory
@@ -36,6 +38,13 @@ class TestDirectMessages(ProtocolSuite):
             routes = ring(memory.world, slots)
             messages = current(symmetric).DirectMessages(memory, f"{slots}", 48, routes)
             send_both_ways(messages, memory.rank, routes, 5)
+
+    def short_program(self, memory: SimulatedMemory) -> Iterator[int]:
+        routes = ring(memory.world, 2)
+        messages = current(symmetric).DirectMessages(memory, "messages", 48, routes)
+        for turn in range(3):
+            send_both_ways(messages, memory.rank, routes, 2)
+            yield turn
 
     def late_program(self, memory: SimulatedMemory) -> None:
         routes = ring(memory.world, 2)

@@ -1,9 +1,12 @@
 """Products on shared memory, rank by rank in one process: signals order every access, under many schedules."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.channels import epochs_of
 from tpfuse.comm import channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.explore import SimulatedMemory
@@ -100,6 +103,14 @@ class TestDirectLinear(ProtocolSuite):
         _check_gathering(small, rank, world, 1)
         _check_scattering(small, rank, world, 1)
         _check_all_reduce(small, rank, world, 1)
+
+    def short_program(self, memory: SimulatedMemory) -> Iterator[object]:
+        products = current(direct_linear).DirectLinear(memory, 8 * K)
+        for _ in range(4):
+            _check_gathering(products, memory.rank, memory.world, 3)
+            _check_scattering(products, memory.rank, memory.world, 3)
+            _check_all_reduce(products, memory.rank, memory.world, 1)
+            yield epochs_of(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         rank, world = memory.rank, memory.world

@@ -1,9 +1,12 @@
 """Ring attention on shared memory, rank by rank in one process: signals order every access, under many schedules."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.channels import epochs_of
 from tpfuse.comm import channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.explore import SimulatedMemory
@@ -80,6 +83,14 @@ class TestDirectRing(ProtocolSuite):
         for n, in_order in ((2, True), (1, False), (2, False)):
             _check(ring, rank, world, n, in_order)
         _check(ring, rank, world, 1, True)
+
+    def short_program(self, memory: SimulatedMemory) -> Iterator[object]:
+        rank, world = memory.rank, memory.world
+        ring = current(direct_ring).DirectRing(memory, 8 * 2 * world * 2 * D)
+        for _ in range(4):
+            _check(ring, rank, world, 2, True)
+            _check(ring, rank, world, 1, False)
+            yield epochs_of(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         rank, world = memory.rank, memory.world

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.tiers import exhaustive
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.explore import Sequential, SimulatedMemory, explore
+from tpfuse.explore import Sequential, SimulatedMemory, explore, explore_all
 from tpfuse.explore.mutants import surviving
 from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
 from tpfuse.testing.inputs import integers
@@ -78,17 +78,18 @@ def one_step(
     sums: bool,
     nodes: int = 1,
     turns: Sequence[int] = (0, 1, 2, 3),
+    sign: int = 1,
 ) -> None:
     """Reduce all gradients, check this rank's sums, and update. nodes: the number of nodes with these gradients.
 
-    turns: the buckets in the order of their reductions.
+    turns: the buckets in the order of their reductions. sign: of the gradients.
     """
     world = memory.world
     compute(reducer, expected)
     reducer.begin()
     wholes = [torch.zeros(spec.size) for spec in reducer.specs]
     for turn, index in enumerate(turns):
-        drawn = gradients(step + 20 * turn, index, world, reducer.specs[index].size)
+        drawn = sign * gradients(step + 20 * turn, index, world, reducer.specs[index].size)
         reducer.gradient_buffer(index).copy_(drawn[memory.rank])
         reducer.start_reduce(index, more=index in turns[turn + 1 :])
         wholes[index] += nodes * drawn.sum(0)
@@ -126,6 +127,15 @@ def steps(
     one_step(reducer, memory, 9, expected, True, True, nodes)
     if stage == 2:
         one_step(reducer, memory, 11, expected, True, False, nodes, turns=(0, 1, 2, 3, 0, 2, 2, 3, 1, 1))
+
+
+def rounds(memory: SimulatedMemory, stage: int) -> Iterator[object]:
+    """Run steps with an update; the second of two takes the first one's back, so that parameters are what they were."""
+    reducer = current(direct_module).DirectReducer(specs(memory.world, torch.float32), stage, memory, "reducer")
+    expected = [torch.zeros(spec.size) for spec in reducer.specs]
+    for step in range(6):
+        one_step(reducer, memory, 0, expected, True, True, sign=(-1) ** step)
+        yield (reducer._steps, reducer._buckets_before), step % 2
 
 
 def late(memory: SimulatedMemory, stage: int) -> None:
@@ -205,6 +215,14 @@ def test_planted_faults_are_found_at_each_stage(stage: int) -> None:
     mutants = [fault.mutant() for fault, stages in FAULTS.items() if stage in stages]
     program = partial(steps, stage=stage)
     assert not surviving(lambda _: program, [direct_module], 2, mutants=mutants, schedules=[Sequential()])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_execution_of_any_number_of_steps_has_a_fault(stage: int) -> None:
+    report = explore_all(lambda memory: rounds(memory, stage), 2, seconds=600)
+    print(f"stage {stage}: {report}")
+    assert report.exhausted and report.grows == ""
 
 
 def test_faults_can_be_planted() -> None:
