@@ -509,6 +509,64 @@ def test_a_fault_in_a_round_is_replayed_without_rounds() -> None:
     with pytest.raises(RaceError, match="race on box") as again:
         eval(caught.value.replay, globals())
     assert again.value.replay == caught.value.replay
+@triton.jit
+def look(word_ptr):
+    return tl.atomic_add(word_ptr, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def added_kernel(words_ptr, out_ptr, CALL: tl.constexpr):
+    """Read two words in one statement: the first value is in no variable when the second word is read."""
+    if CALL:
+        out = look(words_ptr) + 2 * look(words_ptr + 1)
+    else:
+        out = (
+            tl.atomic_add(words_ptr, 0, sem="relaxed", scope="sys")  # in another line
+            + 2 * tl.atomic_add(words_ptr + 1, 0, sem="relaxed", scope="sys")
+        )
+    tl.store(out_ptr, out)
+
+
+@pytest.mark.parametrize("call", [True, False])
+def test_values_that_are_in_no_variable_count(call: bool) -> None:
+    found, seen = set(), dict[int, int]()
+    both = Semantics(acquires=True, releases=True, scope=2, host=True)
+
+    def program(memory: Any) -> None:
+        words, out = memory.signals("words", 4), torch.zeros(1, dtype=torch.int32)
+        if memory.rank == 0:
+            memory.wait_signal(words, 0, 3, 1, op="go on")  # so the other order comes when both values are known
+            memory.signal(words, 0, 0, 1)
+        elif memory.rank == 1:
+            added_kernel[(1,)](words.peers[0], out, call)
+            seen[1] = out.item()
+        else:
+            word = memory._word(words, 0, 0)
+            seen[memory.rank] = memory._run.memory.host_word("add", word, 2, both, lambda old: old + 1)
+        if memory.rank == 3:
+            memory.signal(words, 0, 3, 1)
+        memory.barrier()
+        found.add((seen[1], seen[2]))
+
+    assert explore_all(program, 4).exhausted
+    assert found == {(value, ticket) for value in (0, 1) for ticket in (0, 1)}
+
+
+@triton.jit
+def lanes_kernel(flag_ptr):
+    while tl.max(tl.atomic_add(flag_ptr + tl.zeros((2,), tl.int32), 0, sem="acquire", scope="sys"), 0) == 0:
+        pass
+
+
+def test_lanes_that_wait_for_one_word_wait_as_one() -> None:
+    def program(memory: Any) -> None:
+        flag = memory.signals("flag", 1)
+        if memory.rank == 0:
+            memory.signal(flag, 1, 0, 1)
+        else:
+            lanes_kernel[(1,)](flag.local)
+
+    assert len(explore_all(program, 2).schedules) == 1
 
 
 # Messages, pictures and the command

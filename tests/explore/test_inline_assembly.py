@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -15,8 +16,11 @@ from tpfuse.explore import (
     Sequential,
     TorchHandle,
     explore,
+    explore_all,
 )
 from tpfuse.explore.ptx import Kernel, compiled, ranks
+from tpfuse.explore.ptx.global_memory import GlobalMemory
+from tpfuse.explore.ptx.parser import Register
 
 # Signals by compare-and-swap, from 0 to 1 and back, in the style of torch's `symm_mem` kernels
 
@@ -152,7 +156,8 @@ def test_a_relaxed_signal_passes_on_what_preceded_its_launch() -> None:
         entry_kernel[(1,)](handle.buffer_ptrs_dev, handle.signal_pad_ptrs_dev, out, memory.rank, "relaxed")
         assert out.item() == 2 - memory.rank
 
-    explore(program, 2)
+    report = explore_all(program, 2)
+    assert report.exhausted and len(report.schedules) == 3  # the lanes of a rank see their words together, or of both
 
 
 @triton.jit
@@ -245,10 +250,10 @@ def test_loops_that_load_until_a_store_comes(signal, wait, fault) -> None:
         assert out.item() == (memory.rank - 1) % memory.world
 
     if fault is None:
-        explore(program, 3)
+        assert str(explore_all(program, 3)) == "3 ranks, 1 execution, all of them: no fault"
     else:
         with pytest.raises(RaceError, match=fault):
-            explore(program, 3)
+            explore_all(program, 3)
 
 
 def test_a_loop_whose_signal_does_not_come_is_a_deadlock() -> None:
@@ -258,7 +263,318 @@ def test_a_loop_whose_signal_does_not_come_is_a_deadlock() -> None:
         ring_kernel[(1,)](handle.buffer_ptrs_dev, handle.signal_pad_ptrs_dev, out, memory.rank, 2, nothing, LOAD)
 
     with pytest.raises(DeadlockError, match=r"waits at .*inline_asm_elementwise\(\n +slots's signal pad\[0\] .* is 0"):
-        explore(program, 2, seeds=())
+        explore_all(program, 2)
+
+
+# Every execution
+
+
+@triton.jit
+def lock_kernel(lock_ptr, count_ptr, ASSEMBLY: tl.constexpr, WAIT: tl.constexpr, GIVE: tl.constexpr):
+    """Take a lock, add 1 to a number, and give the lock back."""
+    if ASSEMBLY:
+        if thread_number() == 0:
+            if WAIT:
+                swap(lock_ptr, "acquire", 0, 1)
+            else:
+                tl.inline_asm_elementwise(
+                    "atom.global.sys.acquire.cas.b32 $0, [$1], 0, 1;", "=r,l", [lock_ptr], tl.int32, False, 1
+                )
+    else:
+        while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire", scope="sys") != 0:
+            pass
+    tl.debug_barrier()
+    tl.store(count_ptr, tl.load(count_ptr) + 1)
+    tl.debug_barrier()
+    if ASSEMBLY:
+        if thread_number() == 0:
+            tl.inline_asm_elementwise(GIVE, "=r,l", [lock_ptr], tl.int32, False, 1)
+    else:
+        tl.atomic_xchg(lock_ptr, 0, sem="release", scope="sys")
+
+
+def locking(ASSEMBLY=True, WAIT=True, GIVE="st.release.sys.global.u32 [$1], 0;"):
+    def program(memory):
+        lock, count = memory.signals("lock", 1), memory.buffer("count", (1,), torch.int32)
+        lock_kernel[(1,)](lock.peers[0], count.peers[0], ASSEMBLY, WAIT, GIVE)
+        memory.barrier()
+        assert count.peers[0].item() == memory.world
+
+    return program
+
+
+@pytest.mark.parametrize("assembly", [True, False])
+def test_a_lock_is_taken_in_every_order(assembly) -> None:
+    for world, orders in (2, 2), (3, 6):
+        report = explore_all(locking(assembly), world)
+        assert str(report) == f"{world} ranks, {orders} executions, all of them: no fault"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault", "message"),
+    [
+        ({"GIVE": "st.relaxed.sys.global.u32 [$1], 0;"}, RaceError, "release semantics at .* would order them"),
+        ({"WAIT": False}, RaceError, "race on count"),
+        ({"GIVE": "mov.u32 $0, 0;"}, DeadlockError, r"waits at .*return tl.inline_asm_elementwise\(\n +lock\[0\] .* 1"),
+    ],
+    ids=["relaxed", "no wait", "not given back"],
+)
+def test_faults_of_a_lock_are_found(change, fault, message) -> None:
+    with pytest.raises(fault, match=message):
+        explore_all(locking(**change), 2)
+
+
+@triton.jit
+def waiting_kernel(flag_ptr, out_ptr, TEXT: tl.constexpr, USED: tl.constexpr):
+    out = tl.inline_asm_elementwise(TEXT, "=&r,l", [flag_ptr], tl.int32, False, 1)
+    if USED:
+        tl.store(out_ptr, out)
+    else:
+        tl.store(out_ptr, 7)
+
+
+# A wait for an odd value, one that gives up after three polls, and one that counts its polls
+ODD = """{ .reg .pred p; .reg .b32 bit; again: ld.acquire.sys.b32 $0, [$1]; and.b32 bit, $0, 1;
+    setp.eq.u32 p, bit, 0; @p bra again; }"""
+BOUNDED = """{ .reg .pred p, q; .reg .b32 x; mov.u32 $0, 0; again: ld.acquire.sys.b32 x, [$1]; setp.ne.u32 p, x, 0;
+    @p bra done; setp.eq.u32 q, $0, 2; @q bra done; add.u32 $0, $0, 1; bra again; done: }"""
+COUNTING = """{ .reg .pred p; .reg .b32 x, n; mov.u32 n, 0; again: ld.acquire.sys.b32 x, [$1]; add.u32 n, n, 1;
+    setp.eq.u32 p, x, 0; @p bra again; mov.u32 $0, n; }"""
+
+
+@triton.jit
+def ticket_kernel(words_ptr, mine_ptr):
+    tl.store(mine_ptr, tl.atomic_add(words_ptr, 1, sem="relaxed", scope="sys"))
+
+
+@pytest.mark.parametrize(
+    ("text", "used", "values", "outcomes", "executions"),
+    [
+        (ODD, True, (1, 2, 3), {1, 3}, 4),
+        (ODD, True, (1, 3), {1, 3}, 4),
+        (ODD, False, (1, 3), {7}, 3),  # what it reads makes no difference once that is known
+        (BOUNDED, True, (1,), {0, 1, 2}, 7),
+    ],
+    ids=["odd", "odd, no other", "odd, unused", "bounded"],
+)
+def test_a_wait_in_a_text_has_every_outcome_whatever_else_happens(text, used, values, outcomes, executions) -> None:
+    found, seen, kept = set(), {}, []
+
+    def program(memory):
+        flag, tickets = memory.signals("flag", 1), memory.signals("tickets", 1)
+        kept.append(flag)  # every execution has memory of its own
+        out = torch.zeros(1, dtype=torch.int32)
+        if memory.rank == 0:
+            for value in values:
+                memory.signal(flag, 1, 0, value)
+        elif memory.rank == 1:
+            waiting_kernel[(1,)](flag.local, out, text, used)
+        else:
+            ticket_kernel[(1,)](tickets.peers[0], out)
+        seen[memory.rank] = out.item()
+        memory.barrier()
+        found.add((seen[1], seen[2]))
+
+    report = explore_all(program, 4)
+    assert found == {(value, ticket) for value in outcomes for ticket in (0, 1)}
+    assert report.exhausted and len(report.schedules) == executions
+
+
+class ScriptedMemory(GlobalMemory):
+    """Memory from which the warps of a kernel load given values; it keeps the kernel's states at its loads."""
+
+    def __init__(self, values):
+        super().__init__([])
+        self._values, self.states = iter(values), []
+
+    def begin(self, source, state):
+        super().begin(source, state)
+        self._state = state
+
+    def ordered(self, addresses, warps, dtype, order, name, change=None):
+        self.states.append(self._state(lambda address: None))
+        return np.array(next(self._values), dtype)[warps]
+
+
+LOOP = "again: ld.global.acquire.sys.b32 x, [a]; setp.eq.u32 p, x, 0; @p bra again;"
+WAYS = """again: ld.global.acquire.sys.b32 x, [a]; setp.eq.u32 p, x, 1; @p bra one; setp.eq.u32 p, x, 2; @p bra two;
+    bra again; one: mov.u32 n, 10; bra done; two: mov.u32 n, 20; done:"""
+# One warp waits at one of two barriers, and the other one, whose loop comes later in the order, for its word.
+TWO_BARRIERS = f"""ld.global.acquire.sys.b32 y, [a]; setp.eq.u32 p, y, 1; @p bra one; setp.eq.u32 p, y, 2; @p bra two;
+    {LOOP} mov.u32 n, 30; bar.sync 0; bra done;
+    one: mov.u32 n, 10; bar.sync 0; bra b; b: bra c; c: bra d; d: bra e; e: bra done;
+    two: mov.u32 n, 20; bar.sync 0; bra f; f: bra g; g: bra h; h: bra i; i: bra done; done:"""
+
+
+def states_of(text, *values):
+    head = ".visible .entry wait() .reqntid 64 { .reg .pred p, q; .reg .b32 x, y, n; .reg .b16 h<2>; .reg .b64 a, z;"
+    kernel = Kernel(f"{head} mov.u64 z, 4096; {text} ret; }}", results=[Register("n", 32)])
+    memory = ScriptedMemory(values)
+    kernel.run_program((0, 0, 0), (1, 1, 1), {"a": np.full(64, 4096, np.uint64)}, memory)
+    return memory.states
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "counts"),
+    [
+        ("", "", False),
+        ("", "mov.u32 n, y;", True),
+        ("", "@q mov.u32 n, 1;", True),
+        ("", "@q bra done; mov.u32 n, 1; done:", True),
+        ("mov.u32 n, y;", "@p mov.u32 n, 1;", True),
+        ("mov.u32 n, y;", "mov.u32 n, 1;", False),
+        ("@q add.u64 z, z, 4;", "ld.global.acquire.sys.b32 n, [z];", True),
+        ("@q add.u64 z, z, 4;", "st.global.release.sys.b32 [z + 4], x;", True),
+        ("", "ways: .branchtargets done, one, two; brx.idx y, ways; one: mov.u32 n, 1; two: done:", True),
+        ("mov.b32 {h0, h1}, y;", "mov.b32 n, {h0, h1};", True),
+        ("bra again; back: mov.u32 n, y;", "setp.eq.u32 p, x, 7; @p bra back;", True),
+    ],
+)
+def test_what_a_text_has_read_is_in_its_state_if_it_may_still_use_it(before, after, counts) -> None:
+    text = f"mov.u32 n, 0; ld.global.acquire.sys.b32 y, [a]; setp.eq.u32 q, y, 1; {before} {LOOP} {after}"
+    one, two = (states_of(text, (value, value), (1, 1), (0, 0))[1] for value in (1, 2))
+    assert (one != two) is counts
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "second", "same"),
+    [
+        (LOOP, (1, 0), (2, 0), True),
+        (LOOP, (1, 0), (0, 1), False),
+        (f"{LOOP} mov.u32 n, x;", (1, 0), (2, 0), False),
+        (WAYS, (1, 0), (2, 0), False),
+        (TWO_BARRIERS, (1, 0), (2, 0), False),
+    ],
+    ids=["ended", "which ended", "value", "place", "barrier"],
+)
+def test_the_state_of_a_warp_has_what_the_others_do(text, first, second, same) -> None:
+    one, two = (states_of(text, values, (1, 1))[1] for values in (first, second))
+    assert (one == two) is same
+
+
+def test_a_poll_comes_back_to_its_state_unless_it_counts() -> None:
+    for count in ("", "add.u32 n, n, 1;"):
+        first, second, _ = states_of(f"mov.u32 n, 0; {LOOP.replace('setp', f'{count} setp')}", (0, 0), (0, 0), (1, 1))
+        assert (first == second) == (not count)
+
+
+def test_a_text_that_counts_its_polls_for_ever_is_refused_by_name() -> None:
+    def program(memory):
+        flag, out = memory.signals("flag", 1), torch.zeros(1, dtype=torch.int32)
+        waiting_kernel[(1,)](flag.local, out, COUNTING, True)
+
+    with pytest.raises(ProtocolError, match="read the same 101 times, in states that differ"):
+        explore_all(program, 1)
+
+
+@triton.jit
+def counting_in_memory_kernel(flag_ptr, tries_ptr, COUNT: tl.constexpr):
+    """Poll at most three times, and count the polls in other memory."""
+    if COUNT:
+        text: tl.constexpr = f"""{{ .reg .pred p, q; .reg .b32 x, n; again: ld.acquire.sys.b32 x, [$1];
+            {COUNT} setp.ne.u32 p, x, 0; @p bra done; setp.lt.u32 q, n, 2; @q bra again; done: mov.u32 $0, 0; }}"""
+        if thread_number() == 0:
+            tl.inline_asm_elementwise(text, "=r,l,l", [flag_ptr, tries_ptr], tl.int32, False, 1)
+    else:
+        while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0) & (tl.atomic_add(tries_ptr, 1) < 2):
+            pass
+
+
+@pytest.mark.parametrize(
+    "count",
+    ["", "atom.relaxed.gpu.add.u32 n, [$2], 1;", "ld.b32 n, [$2]; add.u32 n, n, 1; st.b32 [$2], n; sub.u32 n, n, 1;"],
+)
+def test_what_a_loop_writes_to_other_memory_ends_it(count) -> None:
+    found = set()
+
+    def program(memory):
+        flag, tries = memory.signals("flag", 1), torch.zeros(1, dtype=torch.int32)
+        if memory.rank == 0:
+            memory.signal(flag, 1, 0, 1)
+        else:
+            counting_in_memory_kernel[(1,)](flag.local, tries, count)
+            found.add(tries.item())
+
+    assert explore_all(program, 2).exhausted
+    assert found == {1, 2, 3}
+
+
+@triton.jit
+def after_ticket_kernel(words_ptr, mine_ptr, out_ptr, LOAD: tl.constexpr):
+    if LOAD:
+        text: tl.constexpr = f"""{{ .reg .pred p; .reg .b32 mine, x, y; {LOAD} mine, [$2];
+            ld.relaxed.sys.b32 x, [$1 + 4]; setp.eq.u32 p, mine, 0; add.u32 y, x, 5; sub.u32 x, 6, x;
+            selp.b32 $0, y, x, p; }}"""
+        out = tl.inline_asm_elementwise(text, "=r,l,l", [words_ptr, mine_ptr], tl.int32, False, 1)
+    else:
+        mine = tl.atomic_add(mine_ptr, 0)
+        x = tl.atomic_add(words_ptr + 1, 0, sem="relaxed", scope="sys")
+        out = tl.where(mine == 0, x + 5, 6 - x)
+    tl.store(out_ptr, out)
+
+
+@pytest.mark.parametrize("load", ["ld.global.b32", "ld.relaxed.gpu.b32", ""])
+def test_what_a_kernel_reads_in_other_memory_counts(load) -> None:
+    found = set()
+
+    def program(memory):
+        words, mine, out = (
+            memory.signals("words", 2),
+            torch.zeros(2, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+        )
+        if memory.rank == 2:
+            ticket_kernel[(1,)](words.peers[0], mine)
+            after_ticket_kernel[(1,)](words.peers[0], mine, out, load)
+            found.add((mine[0].item(), out.item()))
+        else:
+            memory.signal(words, 0, 1 - memory.rank, 1)
+
+    assert explore_all(program, 3).exhausted
+    assert found == {(0, 5), (0, 6), (1, 5), (1, 6)}
+
+
+@triton.jit
+def careless_kernel(words_ptr, box_ptr, READS: tl.constexpr):
+    """Order the box by a barrier or for all threads, unless another word has changed already."""
+    if not READS:
+        tl.store(box_ptr, 1.0)
+    early = tl.atomic_add(words_ptr + 1, 0, sem="relaxed", scope="sys")
+    if READS:
+        if early == 1:
+            thread_number() == 0  # noqa: B015 (from here on only some threads count)
+        text: tl.constexpr = """{ .reg .pred p; again: ld.acquire.sys.b32 $0, [$1]; setp.eq.u32 p, $0, 0;
+            @p bra again; }"""
+        if tl.inline_asm_elementwise(text, "=&r,l", [words_ptr + 2], tl.int32, False, 1) == 2:
+            tl.load(box_ptr)
+    else:
+        if early == 0:
+            tl.debug_barrier()
+        tl.atomic_xchg(words_ptr + 3, 1, sem="release", scope="sys")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_only_some_threads_know_or_no_barrier_orders_is_found_wherever_it_comes_about(reads) -> None:
+    def program(memory):
+        words, box, mine = memory.signals("words", 4), memory.buffer("box", (1,), torch.float32), torch.zeros(1).int()
+        if memory.rank > 1:
+            ticket_kernel[(1,)](words.peers[0], mine)
+        if memory.rank == 3:
+            second = mine.item() == 1  # found later than both values of the other word
+            if second and reads:
+                box.peers[0].fill_(1.0)
+            memory.signal(words, 0, 2, 1 + second)
+            if second and not reads:
+                memory.wait_signal(words, 0, 3, 1, op="read")
+                box.peers[0].item()
+        elif memory.rank == 0:
+            memory.wait_signal(words, 0, 2, 1, op="go on")
+            memory.signal(words, 0, 1, 1)
+        elif memory.rank == 1:
+            careless_kernel[(1,)](words.peers[0], box.peers[0], reads)
+
+    with pytest.raises(RaceError, match="race on box"):
+        explore_all(program, 4)
 
 
 # Compiled kernels

@@ -2,8 +2,8 @@
 
 Loads and stores need no switches (`tpfuse.explore.reduction` says why), and a thread that waits does not poll: it
 continues once another thread has changed what it reads. A thread goes on waiting if it comes back to an operation in
-the state in which it came to it before, and has changed nothing in between. `state` tells that of interpreted kernels,
-and the host's waits say so themselves (`went_round`).
+the state in which it came to it before, and has changed nothing in between. `state` tells that of interpreted kernels
+and of their inline assembly, and the host's waits say so themselves (`went_round`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from tpfuse.explore.errors import ProtocolError, Stopped
 from tpfuse.explore.reduction import WAITS, Execution, Name, Past, Redundant, Values, Word, WordEvent
 from tpfuse.explore.rounds import Overlap, RoundState
 from tpfuse.explore.scheduler import Scheduler, Task, WordOperation
+from tpfuse.explore.spins import may_hold
 
 ROUND = "the end of the round on all ranks"  # a reason for which a task is held
 _ROUNDS = 100  # polls of unchanged words in states that differ before this is taken for a loop without an end
@@ -27,6 +28,7 @@ _ROUNDS = 100  # polls of unchanged words in states that differ before this is t
 class _Visit:
     """A thread at an operation. events: how many it had performed. undo: forgets what came after."""
 
+    state: tuple[Any, ...] | None
     events: int
     seen: Hashable
     undo: Callable[[], None]
@@ -87,9 +89,11 @@ class EventScheduler(Scheduler):
         """Take note of the effect of the last event on a thread that has come to its next operation on memory."""
         if (unknown := thread.unknown) is not None:
             thread.unknown = None
-            if (state := self.state()) is not None:
-                self.execution.effects[unknown] = state
-                thread.seen = hash((unknown[1], state))
+            visit, now = thread.arrival, self.state()
+            if visit is not None and visit.state is not None and now is not None:
+                effect = (now, unknown[2]) if may_hold(visit.state[0], now[0]) else now
+                self.execution.effects[unknown] = effect
+                thread.seen = hash((unknown[1], effect))
 
     def _arrive(self, task: Task, site: int, operation: WordOperation) -> None:
         thread, state = self._threads[task], self.state()
@@ -101,7 +105,7 @@ class EventScheduler(Scheduler):
             thread.pending = operation
             self.dispatch(task)
             thread.pending, thread.waits = None, []
-        thread.arrival = _Visit(len(thread.events), thread.seen, self.snapshot(task.chain))
+        thread.arrival = _Visit(state, len(thread.events), thread.seen, self.snapshot(task.chain))
         if state is not None:
             thread.visits[site, state] = thread.arrival
         if not operation.words:
@@ -145,7 +149,7 @@ class EventScheduler(Scheduler):
                 self._poll(task, operation, values)
                 if operation.ends is not None:
                     return
-                thread.unknown = task.name, (thread.seen, self._stall), values
+                thread.unknown = task.name, (thread.seen, self._stall), event.values
         thread.seen = hash((thread.seen, values))
 
     def _event(self, task: Task, operation: WordOperation, values: Values, changes: Mapping[Word, bytes]) -> WordEvent:
@@ -224,8 +228,8 @@ class EventScheduler(Scheduler):
         thread = self._threads[task]
         if thread.pending is None:
             return None
-        state = thread.seen, self._stall
-        return self.execution.effect(task.name, state, thread.pending.ends, thread.pending.read())
+        event = self._event(task, thread.pending, thread.pending.read(), {})
+        return event.effect(event.values)
 
     def _next(self, ready: list[int], current: int) -> int:
         begun = [number for number in ready if self._threads[self.tasks[number]].pending is not None]

@@ -140,7 +140,7 @@ def explore_all(
     replay of an error has as few decisions as were found to show it.
 
     Raise what `explore` raises; and ProtocolError for a loop that reads the same values again and again, in states that
-    differ, and for one in inline assembly: whether it waits is then not known.
+    differ: whether it waits is then not known.
     """
     if seconds <= 0:
         raise ValueError(f"seconds={seconds}: expected a positive number")

@@ -29,6 +29,7 @@ from tpfuse.explore.memory import Semantics
 from tpfuse.explore.ptx.faults import MemoryFault, PtxError, Unsupported
 from tpfuse.explore.ptx.global_memory import Change
 from tpfuse.explore.ptx.kernel import Kernel
+from tpfuse.explore.ptx.parser import Register
 from tpfuse.explore.ptx.program import LANES
 from tpfuse.explore.ptx.ranks import ExploredGlobalMemory
 from tpfuse.explore.run import ExploredRun
@@ -110,28 +111,21 @@ def execute(
             f"inline assembly has the constraints {constraints!r}: expected {len(types)} results and then "
             f"{len(operands)} operands"
         )
-    results, threads = [np.zeros(count, f"u{x // 8}") for x in of_results], -(-count // LANES) * LANES
+    threads = -(-count // LANES) * LANES
     given: dict[str, Any] = {"%ntid.x": np.uint32(run.scheduler.current.threads)}
     given["%outside"] = np.arange(threads) >= count
-    for number, (value, bits) in enumerate(zip(operands, of_operands, strict=True), len(results)):
+    for number, (value, bits) in enumerate(zip(operands, of_operands, strict=True), len(of_results)):
         given[f"%operand{number}"] = _padded(value, bits, threads)
-    for number, result in enumerate(results):
-        places = result.ctypes.data + np.arange(count) * result.itemsize
-        given[f"%place{number}"] = _padded(places, 64, threads)
     index, own_thread = run.scheduler.current.program, _OWN_THREAD.search(text) is not None
     assert index is not None
-    task = run.scheduler.current
-    task.in_assembly = True
     try:
-        _kernel(text, constraints, threads).run_program(index, grid, given, _Memory(run, count, own_thread))
+        results = _kernel(text, constraints, threads).run_program(index, grid, given, _Memory(run, count, own_thread))
     except PtxError as error:
         message = re.sub(r"^line \d+: ", "", str(error).partition("\n")[0]).replace("%operand", "$")
         raise ValueError(f"inline assembly: {message}") from None
-    finally:
-        task.in_assembly = False
     for result, output in zip(results, outputs, strict=True):
         kind = f"u{output.itemsize}"
-        output.ravel().view(kind)[:] = result.astype(kind)
+        output.ravel().view(kind)[:] = result[:count].astype(kind)
     if own_thread:
         outputs = [_thread_number(x, lambda: setattr(run.scheduler.current, "some_threads", True)) for x in outputs]
     return AssemblyResults([interpreter.TensorHandle(x, kind.scalar) for x, kind in zip(outputs, types, strict=True)])
@@ -139,23 +133,23 @@ def execute(
 
 def program_barrier(run: ExploredRun) -> None:
     """Record that all threads of the current program have met at a barrier."""
+    run.scheduler.observe(run.scheduler.current, lambda: "a barrier")
     run.scheduler.current.some_threads = False
     run.memory.clocks.debug_barrier(run.scheduler.current.chain)
 
 
 @cache
 def _kernel(text: str, constraints: str, threads: int) -> Kernel:
-    """Return the text as a kernel. Its operands are registers; the results are stored at the end."""
+    """Return the text as a kernel. Its operands and results are registers."""
     of_results, of_operands = _registers(constraints)
     text = re.sub(r"\$\{?(\d+)\}?", r"%operand\1", text).replace("$$", "$")
     # A generic address is one of global memory here, and a volatile access is a relaxed one (PTX ISA 8.7, 8.2 and 9.7).
     text = re.sub(r"\b(ld|st|atom|red)\.(?![\w.:]*\b(?:global|shared)\b)", r"\1.global.", text)
     text = re.sub(r"\b((?:ld|st)\.[\w.]*)volatile\.", r"\1relaxed.sys.", text)
     registers = [f".reg .b{x} %operand{number};" for number, x in enumerate(of_results + of_operands)]
-    places = [f".reg .b64 %place{number};" for number in range(len(of_results))]
-    stores = [f"st.global.b{x} [%place{number}], %operand{number};" for number, x in enumerate(of_results)]
-    head = [f".visible .entry inline_assembly() .reqntid {threads} {{", ".reg .pred %outside;", *registers, *places]
-    kernel = Kernel("\n".join([*head, "@%outside ret;", text, ";", *stores, "ret;", "}"]))
+    head = [f".visible .entry inline_assembly() .reqntid {threads} {{", ".reg .pred %outside;", *registers]
+    results = [Register(f"%operand{number}", x) for number, x in enumerate(of_results)]
+    kernel = Kernel("\n".join([*head, "@%outside ret;", text, ";", "ret;", "}"]), results=results)
     for x in kernel.parsed.instructions:
         some_warps = x.parts[0] in ("bar", "barrier") and len(x.operands) > 1
         if x.parts[0] in _REFUSED or x.opcode == "bar.warp.sync" or some_warps:

@@ -109,7 +109,11 @@ class _Operations:
     ) -> Any:
         parts = self._memory.touched(_addresses(ptr, mask))
         if not parts:
-            return perform()
+            if semantics.writes:
+                self._scheduler.acted(self._scheduler.current)
+            result = perform()
+            self._memory.loaded(np.asarray(getattr(result, "data", ())))
+            return result
         if sum(part.size for _, part in parts) != _addresses(ptr, mask).size:
             raise ValueError("an atomic operation accesses symmetric memory and other memory: expected one of them")
 

@@ -63,10 +63,12 @@ class CheckedMemory:
             self.sites.append(site)
         return self._numbers[site]
 
-    def state(self) -> Hashable:
-        """Return what identifies the state of the interpreted kernel that runs; None in a rank and in assembly."""
+    def state(self) -> tuple[Hashable, ...] | None:
+        """Return what identifies the state of the kernel that runs, interpreted or in assembly; None in a rank."""
         task = self._scheduler.current
-        return None if task.program is None or task.in_assembly else state_here(self._roots, self._place)
+        if task.program is None:
+            return None
+        return state_here(self._roots, self._place), task.some_threads, task.emulated(self._place)
 
     def _place(self, address: int) -> tuple[Hashable, int] | None:
         regions = ((x.identity, x.low, x.high) for x in self.regions)

@@ -19,6 +19,7 @@ from tpfuse.explore.errors import DeadlockError, ExploreError, Stopped
 from tpfuse.explore.reduction import Name, Word
 from tpfuse.explore.rounds import RoundState
 from tpfuse.explore.sites import actor
+from tpfuse.explore.spins import Place
 
 Pick = Callable[[Sequence[int], int, int], int]  # (ready threads, the current one, the step) -> the next one
 GRID, PLACE = "the end of its grid", "its turn to begin"  # reasons for which a task is held
@@ -47,8 +48,8 @@ class Task:
     words whose change it waits for; None if it does not wait for any. where: the description of the line at which it
     waits. lines: the source lines of a compiled kernel's operation; empty for an operation whose lines are on Python's
     stack. threads: how many threads its program has. some_threads: whether only some of them act, up to the next
-    barrier (`inline_assembly`). in_assembly: whether it executes inline assembly. tensors: its program's arguments,
-    with the addresses at which each begins and ends.
+    barrier (`inline_assembly`). emulated: returns the state of the PTX that it executes. tensors: its program's
+    arguments, with the addresses at which each begins and ends.
     """
 
     def __init__(self, number: int, rank: int, stream: int, name: Name) -> None:
@@ -57,7 +58,8 @@ class Task:
         self.gate, self.done = threading.Semaphore(0), False
         self.held, self.where = "", ""
         self.lines: tuple[tuple[str, int], ...] = ()
-        self.threads, self.some_threads, self.in_assembly = 1, False, False
+        self.threads, self.some_threads = 1, False
+        self.emulated: Callable[[Place], Hashable] = lambda place: ()
         self.tensors: Sequence[tuple[Hashable, int, int]] = ()
         self.watched: frozenset[int] | None = None
         self.polled: dict[tuple[int, ...], object] = {}
@@ -88,7 +90,7 @@ class Scheduler:
         self.save: Callable[[], Any] = lambda: None
         self.restore: Callable[[Any], None] = lambda saved: None
         self.snapshot: Callable[[int], Callable[[], None]]
-        self.state: Callable[[], Hashable] = lambda: None
+        self.state: Callable[[], tuple[Any, ...] | None] = lambda: None
         self.wrap: Callable[[Task, BaseException], BaseException] = lambda task, error: error
 
     def spawn(

@@ -4,7 +4,9 @@ A thread that comes back to an operation in the same state, and has changed noth
 ever unless it reads other values: it waits. Variables that are assigned before they are read again do not count.
 """
 
+import ast
 import dis
+import linecache
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 from triton.language import core
 
+from tpfuse.explore.liveness import live_before
 from tpfuse.explore.sites import is_foreign
 
 _LEAVES = ("RETURN", "RAISE", "RERAISE")
@@ -37,6 +40,30 @@ def state_here(roots: frozenset[CodeType], place: Place) -> Hashable:
             state.append((frame.f_code, position, tuple(_value(values[x], place) for x in live if x in values)))
         frame = frame.f_back
     return tuple(state)
+
+
+def may_hold(before: Any, now: Any) -> bool:
+    """Return whether the value of an operation may be on a stack of values, which is not seen, in a later state.
+
+    So it is in the same statement, unless that comes back to the same operation: its other values are on no stack then.
+    """
+    for (code, at, _), (other, there, _) in zip(reversed(before), reversed(now), strict=False):
+        if (code, at) != (other, there):
+            first, second = (_statement(code.co_filename, x.lineno) for x in (at, there))
+            return code is other and first == second
+    return len(before) != len(now)
+
+
+def _statement(file: str, line: int) -> range:
+    """Return the lines of the innermost statement at a line."""
+    return next((lines for lines in _statements(file) if line in lines), range(line, line + 1))
+
+
+@cache
+def _statements(file: str) -> list[range]:
+    tree = ast.parse("".join(linecache.getlines(file)))
+    statements = (x for x in ast.walk(tree) if isinstance(x, ast.stmt))
+    return sorted((range(x.lineno, (x.end_lineno or x.lineno) + 1) for x in statements), key=len)
 
 
 def _value(x: Any, place: Place) -> Hashable:
@@ -85,28 +112,20 @@ def _live(code: CodeType) -> tuple[list[int], list[tuple[Hashable, tuple[str, ..
     """
     instructions = list(dis.get_instructions(code))
     places = {x.offset: number for number, x in enumerate(instructions)}
-    after: list[set[str]] = [set() for _ in instructions]
-    before: list[set[str]] = [set() for _ in instructions]
-    changed = True
-    while changed:
-        changed = False
-        for number in reversed(range(len(instructions))):
-            x = instructions[number]
-            following = [number + 1] if number + 1 < len(instructions) and not _leaves(x) else []
-            following += [places[x.argval]] if x.opcode in dis.hasjrel or x.opcode in dis.hasjabs else []
-            after[number] = set().union(*(before[y] for y in following))
-            needed = set(after[number])
-            for read, name in reversed(list(_variables(x))):
-                needed = needed | {name} if read else needed - {name}
-            changed |= needed != before[number]
-            before[number] = needed
+    following = [
+        [number + 1] * (number + 1 < len(instructions) and not _leaves(x))
+        + ([places[x.argval]] if x.opcode in dis.hasjrel or x.opcode in dis.hasjabs else [])
+        for number, x in enumerate(instructions)
+    ]
+    before = live_before(following, [list(_variables(x)) for x in instructions])
     always = {*code.co_cellvars, *code.co_freevars, *_counters(instructions)}
     lines = [x.positions.lineno if x.positions else None for x in instructions]
     live: list[tuple[Hashable, tuple[str, ...]]] = []
     for number in range(len(instructions)):
         on_line = [y for y, line in zip(instructions[:number], lines, strict=False) if line == lines[number]]
         loaded = {name for y in on_line for read, name in _variables(y) if read}
-        live.append((instructions[number].positions, tuple(sorted(after[number] | loaded | always))))
+        after = set[str]().union(*(before[y] for y in following[number]))
+        live.append((instructions[number].positions, tuple(sorted(after | loaded | always))))
     return [x.offset for x in instructions], live
 
 

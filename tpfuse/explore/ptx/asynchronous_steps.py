@@ -8,7 +8,7 @@ from tpfuse.explore.ptx import tensor_maps
 from tpfuse.explore.ptx.faults import Divergence, MemoryFault, Unsupported
 from tpfuse.explore.ptx.mbarriers import Array
 from tpfuse.explore.ptx.memory_steps import SPACES, for_threads, mbarrier_at
-from tpfuse.explore.ptx.parser import Address, Immediate, PtxInstruction, Register, Vector
+from tpfuse.explore.ptx.parser import Immediate, PtxInstruction, Vector
 from tpfuse.explore.ptx.program import Program, Step
 from tpfuse.explore.ptx.slots import Slots
 from tpfuse.explore.ptx.wgmma import WARPGROUP, Multiplicand, Product, chunk_addresses
@@ -227,11 +227,5 @@ def touched(slots: Slots, instruction: PtxInstruction) -> frozenset[int]:
     """Return the slots of the registers that an instruction accesses; none for wgmma, which checks them itself."""
     if instruction.parts[0] == "wgmma":
         return frozenset()
-    operands: list[Any] = [*instruction.operands, *(instruction.guard or ())[:1]]
-    for x in operands:  # which grows by the parts of an operand
-        if isinstance(x, Vector):
-            operands += x.elements
-        elif isinstance(x, Address):
-            operands += [x.base, *x.coordinates]
-    names = {x.name for x in operands if isinstance(x, Register)}
+    names = {*instruction.registers(), *(x.name for x in (instruction.guard or ())[:1])}
     return frozenset(slots.by_name[name] for name in names & slots.by_name.keys())

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpfuse.explore.ptx.faults import MemoryFault, Stuck
+from tpfuse.explore.spins import Place
 
 Array = NDArray[Any]
 Change = Callable[[int, Any], Any]
@@ -56,6 +57,11 @@ class GlobalMemory:
         self._sizes = np.array([x.size for x in self._buffers], np.uint64)
         self.waits: Counter[bytes] = Counter()  # addresses that the program has read since a word was changed
         self.source: Callable[[], tuple[str, int]] = lambda: ("?", 0)  # the source line that accesses memory now
+
+    def begin(self, source: Callable[[], tuple[str, int]], state: Callable[[Place], Hashable]) -> None:
+        """Take note that a program begins. source, state: return the source line and the state that it is at."""
+        self.source = source
+        self.waits.clear()
 
     def load(self, addresses: Array, warps: Array, dtype: Any, count: int) -> Array:
         """Return [accesses, count] numbers of a type. warps: the warp of each access."""

@@ -3,6 +3,7 @@ active threads."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import product
 from numbers import Integral, Real
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tpfuse.explore.liveness import live_before
 from tpfuse.explore.ptx import asynchronous_steps, memory_steps, register_steps
 from tpfuse.explore.ptx.control_flow import weak_topological_order
 from tpfuse.explore.ptx.faults import PtxError, Unsupported
-from tpfuse.explore.ptx.global_memory import Buffer, GlobalMemory
+from tpfuse.explore.ptx.global_memory import Array, Buffer, GlobalMemory
 from tpfuse.explore.ptx.numbers import TYPES, UNSIGNED, bits_of, immediate
-from tpfuse.explore.ptx.parser import Immediate, Parsed, PtxInstruction, parse
+from tpfuse.explore.ptx.parser import Immediate, Parsed, PtxInstruction, Register, parse
 from tpfuse.explore.ptx.program import LANES, Program, Step, StepBlock
 from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
 from tpfuse.explore.ptx.slots import Slots
@@ -50,14 +52,15 @@ class Kernel:
 
     shared: the bytes of shared memory that a launch gives to each program. scratch: the bytes of global memory that it
     gives to each program beside the arguments. copies: whether it has bulk copies. specialized: whether its warps
-    differ in what they know: some meet at barriers without the others, or wait for bulk stores. Raise Unsupported, with
-    the line, for what is not known.
+    differ in what they know: some meet at barriers without the others, or wait for bulk stores. results: registers
+    whose values at a program's end count. Raise Unsupported, with the line, for what is not known.
     """
 
-    def __init__(self, text: str, shared: int = 0, scratch: int = 0) -> None:
+    def __init__(self, text: str, shared: int = 0, scratch: int = 0, results: Sequence[Register] = ()) -> None:
         self.text, self.shared, self.scratch, self.parsed = text, shared, scratch, parse(text)
         self.name, code = self.parsed.name, self.parsed.instructions
         self._slots = Slots(self.parsed)
+        self._results = [self._slots.slot(x, x.bits) for x in results]
         asynchronous = any(x.parts[0] == "wgmma" for x in code)
         self._blocks = _blocks(self.parsed, self._slots, asynchronous)
         self.copies = any(x.opcode.startswith("cp.async.bulk.tensor") for x in code)
@@ -116,8 +119,8 @@ class Kernel:
         memory: GlobalMemory,
         most_blocks: int = _MOST,
         seed: int | None = None,
-    ) -> None:
-        """Run one program. given: as `bind` returns it."""
+    ) -> list[Array]:
+        """Run one program, and return the results of its threads. given: as `bind` returns it."""
         threads, slots, thread = self.parsed.threads, self._slots, np.arange(self.parsed.threads)
         values: dict[str, Any] = {"%laneid": thread % LANES, "%warpid": thread // LANES}
         for axis, *each in zip("xyz", (thread, 0, 0), (threads, 1, 1), index, grid, strict=True):
@@ -129,8 +132,25 @@ class Kernel:
             registers[slots.by_name[name]] = values[name]
         shared = CheckedSharedMemory(self.shared, slots.granule, threads // LANES)
         program = Program(self.parsed, self._blocks, self._touched, registers, memory, shared, tuple(index), seed)
+        memory.begin(program.source, lambda place: program.state(self._live, place))
         with np.errstate(all="ignore"):
             program.run(most_blocks)
+        return [program.array(slot) for slot in self._results]
+
+    @cached_property
+    def _live(self) -> list[list[int]]:
+        """For each instruction the slots of the registers that count before it."""
+        code, slots = self.parsed.instructions, self._slots.by_name
+        following = [[number + 1] * _goes_on(x) + [*x.targets] for number, x in enumerate(code)]
+        uses = [[(reads, slots[name]) for reads, name in x.uses()] for x in code]
+        for x, used in zip(code, uses, strict=True):
+            used += [(True, slot) for slot in self._results if _ENDS.get(x.parts[0]) == "exit"]
+        return [sorted(live) for live in live_before(following, uses)]
+
+
+def _goes_on(x: PtxInstruction) -> bool:
+    """Return whether the next instruction may follow."""
+    return _ENDS.get(x.parts[0]) not in ("branch", "exit") or x.guard is not None
 
 
 def _blocks(kernel: Parsed, slots: Slots, single: bool) -> list[StepBlock]:
@@ -145,9 +165,8 @@ def _blocks(kernel: Parsed, slots: Slots, single: bool) -> list[StepBlock]:
     numbers = {span[0]: number for number, span in enumerate(spans)}
     following: list[list[int]] = []
     for number, span in enumerate(spans):
-        last, end = code[span[-1]], ends.get(span[-1], "next")
-        goes_on = end not in ("branch", "exit") or last.guard is not None
-        following.append([number + 1] * goes_on + [numbers[x] for x in last.targets])
+        last = code[span[-1]]
+        following.append([number + 1] * _goes_on(last) + [numbers[x] for x in last.targets])
     if len(spans) in following[-1]:
         raise Unsupported(f"{kernel.name} does not end with ret or a branch")
     order = [*weak_topological_order(following), -1]

@@ -77,6 +77,23 @@ class PtxInstruction:
         """Return the opcode's parts: its name and its modifiers."""
         return self.opcode.split(".")
 
+    def registers(self, first: int = 0, last: int | None = None) -> list[str]:
+        """Return the names of the registers in some of the operands."""
+        operands = [*self.operands[first:last]]
+        for x in operands:  # which grows by the parts of an operand
+            if isinstance(x, Vector):
+                operands += x.elements
+            elif isinstance(x, Address):
+                operands += [x.base, *x.coordinates]
+        return [x.name for x in operands if isinstance(x, Register)]
+
+    def uses(self) -> list[tuple[bool, str]]:
+        """Return the registers that it reads (True), and those that it certainly writes."""
+        written = any(isinstance(x, Register | Vector) for x in self.operands[:1]) and self.parts[0] not in _WRITE_NONE
+        guard = [] if self.guard is None else [self.guard[0].name]
+        results = [] if guard else self.registers(0, int(written))
+        return [*((True, x) for x in (*self.registers(int(written)), *guard)), *((False, x) for x in results)]
+
     def __str__(self) -> str:
         return f"line {self.line}: {self.text}" + (f" ({self.where})" if self.where else "")
 
@@ -92,6 +109,7 @@ class Parsed:
     instructions: tuple[PtxInstruction, ...]
 
 
+_WRITE_NONE = ("brx", "wgmma")  # instructions whose first operand is a register that they read
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAMETER = re.compile(r"\.param\s+\.(\w+).*?(\w+)\s*(?:,|$)", re.S)
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+\d+\s+)?\.\w+\s+(\w+)\s*(?:\[\d*\])?")

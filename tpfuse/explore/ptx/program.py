@@ -6,7 +6,7 @@ come that meet there, and setmaxnreg until the program has as many free register
 one instruction for the threads of the present group (`kernel`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from tpfuse.explore.ptx.parser import Parsed
 from tpfuse.explore.ptx.shared_memory import CheckedSharedMemory
 from tpfuse.explore.ptx.warps import LANES as LANES
 from tpfuse.explore.ptx.wgmma import WARPGROUP, Products
+from tpfuse.explore.spins import Place, numbers_of
 
 Array = NDArray[Any]
 Mask = NDArray[np.bool_]
@@ -108,8 +109,6 @@ class Program:
         self.products, self.mbarriers, self.global_order = Products(threads), Mbarriers(), GlobalOrder(shared)
         self.bulk_stores = BulkStores(threads)
         self.maps: dict[int, tuple[Array, Array]] = {}
-        self.memory.source = lambda: kernel.instructions[self.at].source
-        self.memory.waits.clear()
         self._instructions, self._blocks, self._touched, self._index = kernel.instructions, blocks, touched, index
         self._copies: list[Copy] = []
         self._committed = np.zeros(threads, np.int64)  # commit groups of each thread
@@ -171,6 +170,28 @@ class Program:
             first[self._groups[number].reshape(-1, LANES).any(1)] = number
         turns = {x: (first == x).reshape(-1, self._together[x]).all(1) for x in self._groups}
         return {x: np.flatnonzero(there).tolist() for x, there in turns.items() if there.any()}
+
+    def source(self) -> tuple[str, int]:
+        """Return the source line of the present instruction."""
+        return self._instructions[self.at].source
+
+    def state(self, live: Sequence[Sequence[int]], place: Place) -> Hashable:
+        """Return what identifies the state before the present instruction: where threads are, and registers that count.
+
+        live: for each instruction the slots that count before it. It knows nothing of shared memory and of what
+        runs asynchronously.
+        """
+        there = [(-1, self.at, self.active())]
+        for barrier, groups in ((-1, self._groups), *self._waiting.items()):
+            for number in sorted(groups):
+                block = self._blocks[number]
+                there.append((barrier, block.steps[0][0] if block.steps else block.last, groups[number]))
+
+        def values(at: int, threads: Mask) -> list[Hashable]:
+            numbers = np.flatnonzero(threads)
+            return [numbers_of(self.values_of(self.registers[slot], numbers), place) for slot in live[at]]
+
+        return tuple((barrier, at, threads.tobytes(), *values(at, threads)) for barrier, at, threads in there)
 
     def active(self) -> Mask:
         """Return which threads execute the present instruction."""

@@ -5,7 +5,7 @@ be ordered after those of other ranks and programs by releases and acquires, wit
 before a release (`tpfuse.explore.clocks`); here the barriers are those that the compiler has written.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from tpfuse.explore.ptx.global_memory import Array, Buffer, Change, GlobalMemory
 from tpfuse.explore.ptx.kernel import Kernel
 from tpfuse.explore.ptx.warps import LANES
 from tpfuse.explore.run import ExploredRun
+from tpfuse.explore.spins import Place
 
 _SCOPES = {"cta": 0, "gpu": 1, "sys": 2}
 
@@ -64,19 +65,21 @@ class ExploredGlobalMemory(GlobalMemory):
             self._clocks.fork(self._program, chain)
 
     def load(self, addresses: Array, warps: Array, dtype: Any, count: int) -> Array:
-        if not self._checked.touched(addresses):
-            return self.read(addresses, dtype, count)
-        for chain, some in self._split(warps):
+        poll = None
+        for chain, some in self._split(warps) if self._checked.touched(addresses) else ():
             parts = self._checked.touched(addresses[some])
             with self._at_source(chain):
                 poll = self._checked.access(parts, np.dtype(dtype).itemsize * count, "ld", write=False)
         values = self.read(addresses, dtype, count)
+        self._checked.loaded(values)
         if poll is not None and values.size == 1:
             self._checked.polled(poll)
         return values
 
     def store(self, addresses: Array, warps: Array, values: Array) -> None:
         parts = self._checked.touched(addresses)
+        if not parts:
+            self._run.scheduler.acted(self._task)
         for chain, some in self._split(warps) if parts else ():
             with self._at_source(chain):
                 size = values.dtype.itemsize * values.shape[1]
@@ -95,7 +98,11 @@ class ExploredGlobalMemory(GlobalMemory):
     ) -> Array:
         """Do what the base class says, on words all of which are symmetric memory or none of which is."""
         if not self._checked.touched(addresses):
-            return self._replace(addresses, dtype, change)[0]
+            if change is not None:
+                self._run.scheduler.acted(self._task)
+            values = self._replace(addresses, dtype, change)[0]
+            self._checked.loaded(values)
+            return values
         old = np.empty(len(addresses), dtype)
         for chain, some in self._split(warps):
             numbers = np.arange(len(addresses))[some]
@@ -158,7 +165,12 @@ class ExploredGlobalMemory(GlobalMemory):
             self._pass(chain, -number, releases=False)
         self._checked.written(self._checked.touched(addresses))
 
+    def begin(self, source: Callable[[], tuple[str, int]], state: Callable[[Place], Hashable]) -> None:
+        super().begin(source, state)
+        self._task.emulated = state
+
     def end(self) -> None:
+        self._task.emulated = lambda place: ()
         if self._own:
             self._clocks.join(self._program, self._own)
 
