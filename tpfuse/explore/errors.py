@@ -24,7 +24,10 @@ class ExploreError(AssertionError):
 
 
 class RaceError(ExploreError):
-    """Two accesses to one element of symmetric memory, at least one of which writes, are not ordered."""
+    """Two accesses to one element of symmetric memory, at least one of which writes, are not ordered.
+
+    If the later one reads, the message also says what the older value does, in one more run of the program.
+    """
 
 
 class DeadlockError(ExploreError):

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import partial
 
@@ -12,9 +13,10 @@ import torch
 import triton
 
 from tpfuse.explore.clocks import Line
-from tpfuse.explore.errors import ExploreError
+from tpfuse.explore.errors import ExploreError, RaceError
 from tpfuse.explore.event_scheduler import EventScheduler
 from tpfuse.explore.interpreter_hooks import hooked
+from tpfuse.explore.older_values import OlderValues
 from tpfuse.explore.reduction import Execution, Ordered, Reduction, Redundant
 from tpfuse.explore.rounds import Overlap
 from tpfuse.explore.run import ExploredRun, RunOptions
@@ -26,7 +28,9 @@ from tpfuse.explore.torch_operations import LeavingTorch, TorchOperations
 Program = Callable[[SimulatedMemory], object]
 # Within the block, launches of kernels go to the run that was given last to the function that the block gets.
 Launches = Callable[[], AbstractContextManager[Callable[[ExploredRun], None]]]
+_Execute = Callable[..., ExploredRun]  # takes a schedule, and older values that reads find
 _running = threading.Lock()
+brief: ContextVar[bool] = ContextVar("brief", default=False)  # whether no run is spent on the message of an error
 
 
 @contextmanager
@@ -102,9 +106,12 @@ def explore(
     options = RunOptions(resident, timeouts, patience, barrier_rule, max_steps)
     report = Report(world)
     with _exploring(launches) as enter:
+        execute = partial(_execute, program, world, options=options, enter=enter)
         for schedule in _standard(seeds, report) if schedules is None else schedules:
-            run = _execute(program, world, schedule, options, enter)
-            report.add(schedule, run)
+            try:
+                report.add(schedule, execute(schedule))
+            except RaceError as error:
+                raise _with_damage(error, schedule, execute) from None
     if not report.schedules:
         raise ValueError("explore got no schedule: expected at least one (an iterator can be used once)")
     return report
@@ -155,7 +162,7 @@ def explore_all(
             return _all_executions(Reduction(), world, execute, end)
 
 
-def _all_executions(reduction: Reduction, world: int, execute: Callable[[Schedule], ExploredRun], end: float) -> Report:
+def _all_executions(reduction: Reduction, world: int, execute: _Execute, end: float) -> Report:
     """Run the executions that a reduction wants, up to a time."""
     report = Report(world)
     while True:
@@ -188,10 +195,10 @@ class _Following(Schedule):
         return repr(Decided(self._execution.decisions))
 
 
-def _with_fewer_decisions(
-    error: ExploreError, reduction: Reduction, execute: Callable[[Schedule], ExploredRun]
-) -> ExploreError:
+def _with_fewer_decisions(error: ExploreError, reduction: Reduction, execute: _Execute) -> ExploreError:
     """Return an error of the same type that fewer of the decisions show: none can be left out alone."""
+    if brief.get():
+        return error
     decisions = reduction.decisions
     if reduction.cuts:  # a replay has no rounds, and there the same order is the result of other decisions
         same = Ordered(reduction.order, reduction.effects, ends=False)
@@ -208,11 +215,30 @@ def _with_fewer_decisions(
                 decisions, error = fewer, found
         except ValueError:  # a decision that is not possible without the one that was left out
             continue
-    return error
+    return _with_damage(error, Decided(decisions), execute)
+
+
+def _with_damage(error: ExploreError, schedule: Schedule, execute: _Execute) -> ExploreError:
+    """Return the error; if it is the race of a read, with what the older value does in one more run."""
+    if brief.get() or not isinstance(error, RaceError) or error.steps[-1].operation not in ("load", "read", "ld"):
+        return error
+    older, end = OlderValues(), None
+    try:
+        execute(schedule, older=older)
+    except ExploreError as found:
+        end = found
+    except ValueError:  # a decision that is not possible after the race
+        return error
+    return RaceError(error.message + older.damage(end), error.replay, error.steps)
 
 
 def _execute(
-    program: Program, world: int, schedule: Schedule, options: RunOptions, enter: Callable[[ExploredRun], None]
+    program: Program,
+    world: int,
+    schedule: Schedule,
+    options: RunOptions,
+    enter: Callable[[ExploredRun], None],
+    older: OlderValues | None = None,
 ) -> ExploredRun:
     """Run the program under one schedule. Raise the fault that it shows."""
     gradients = torch.is_grad_enabled()
@@ -226,6 +252,7 @@ def _execute(
                     memory.end_round(yielded)
 
     run = ExploredRun(body, world, schedule, options)
+    run.memory.older = older
     enter(run)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -69,7 +69,9 @@ class _Operations:
             self._memory.loaded(np.asarray(value.data))
             return value
         load = self._memory.access(parts, size, "load", write=False)
-        value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
+        volatile = (*args, *kwargs.values())[-1]  # the last parameter in every version of Triton
+        with self._memory.reading(*([] if volatile else [(parts, size)])):
+            value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
         if load is not None and ptrs.data.size == 1:
             self._memory.polled(load)
         return value

@@ -1,6 +1,7 @@
 """The symmetric memory of a run: before every operation the schedule may switch ranks, and then it is checked."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from tpfuse.explore.clocks import Atomic, Clock, Clocks, Line, Word
 from tpfuse.explore.errors import ProtocolError, RaceError
 from tpfuse.explore.explanation import explain
+from tpfuse.explore.older_values import OlderValues
 from tpfuse.explore.scheduler import Scheduler, WordOperation
 from tpfuse.explore.shadow import Indices, Region
 from tpfuse.explore.sites import Site, lines_here, text_of
@@ -44,6 +46,8 @@ class CheckedMemory:
 
     roots: the functions by which ranks and programs are run; the frames that these call belong to the protocol.
     """
+
+    older: OlderValues | None = None  # if given, plain reads find older values, and races do not end the run
 
     def __init__(self, scheduler: Scheduler, barrier_rule: bool, roots: frozenset[CodeType]) -> None:
         self._scheduler, self._roots = scheduler, roots
@@ -122,6 +126,13 @@ class CheckedMemory:
             self._scheduler.observe(task, lambda: b"".join(region.content(part, size) for region, part in parts))
         return poll
 
+    def reading(self, *reads: tuple[Parts, int]) -> AbstractContextManager[None]:
+        """Return the block in which plain loads, each of these parts by so many bytes, have to be performed."""
+        if self.older is None:
+            return nullcontext()
+        elements = [(region, region.elements(part, size)) for parts, size in reads for region, part in parts]
+        return self.older.shown(elements, self.clocks.knows[self._scheduler.current.chain])
+
     def written(self, parts: Parts) -> None:
         """Report a finished store: ranks that poll a word which it changed look again."""
         for _, part in parts:
@@ -163,8 +174,10 @@ class CheckedMemory:
 
     def _check(self, region: Region, index: Indices, site: int, *, write: bool, atomic: bool) -> None:
         task = self._scheduler.current
+        if self.older is not None and write:
+            self.older.write(region, index, task.chain + atomic, self.clocks.time(task.chain + atomic))
         conflict = region.access(self.clocks, index, task.chain, site, write=write, atomic=atomic)
-        if conflict is not None:
+        if conflict is not None and self.older is None:
             why = explain(self.clocks, conflict.component, conflict.time, task.chain)
             self._race(region, conflict.element, conflict.site, site, why)
 
@@ -242,7 +255,7 @@ class CheckedMemory:
         known = self.clocks.knows[task.chain]
         for (chain, other), (time, other_site) in users.items():
             needed = 2 if self.sites[other_site].rank != task.rank else 1
-            if chain != task.chain and min(scope, other) < needed and time > known[chain + 1]:
+            if chain != task.chain and min(scope, other) < needed and time > known[chain + 1] and self.older is None:
                 where = "two ranks" if needed == 2 else "two programs"
                 narrow = self.line_of(site if scope < needed else other_site)
                 why = (

@@ -18,12 +18,13 @@ as a survivor only if two ranks access the same word at that line of the unchang
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from tpfuse.explore.errors import ExploreError
-from tpfuse.explore.explorer import Program, Report, explore, explore_all
+from tpfuse.explore.explorer import Program, Report, brief, explore, explore_all
 from tpfuse.explore.fresh_modules import fresh, original_file
 
 _WEAKER = {"acq_rel": ("relaxed", "acquire", "release"), "acquire": ("relaxed",), "release": ("relaxed",)}
@@ -91,7 +92,7 @@ def surviving(
     program in such copies, which is explored first if that is missing. Raise ExploreError if it fails.
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
-    run = explore_all if options.get("schedules") is None else explore
+    run: Callable[..., Report] = explore_all if options.get("schedules") is None else explore
     if run is explore:
         options["schedules"] = list(options["schedules"])
     if unchanged is None:
@@ -99,11 +100,12 @@ def surviving(
             unchanged = run(program_of(*copies), world, **options)
     shared = {(original_file(file), line) for file, line in unchanged.shared_lines}
     options = {"max_steps": 20 * max(unchanged.steps) + 1000} | options
-    survivors = []
+    briefly, survivors = copy_context(), []
+    briefly.run(brief.set, True)
     for mutant in mutants_of(*targets) if mutants is None else mutants:
         with fresh(modules, {mutant.module: mutant.source}) as copies:
             try:
-                run(program_of(*copies), world, **options)
+                briefly.run(run, program_of(*copies), world, **options)
             except ExploreError:
                 continue
         first, last = mutant.lines

@@ -75,7 +75,7 @@ class ExploredRun:
             return error  # a fault of the explorer, not of the explored program, parts of which suite.py has
         program = self._fault[1] if self._fault and error_outside is self._fault[0] else None
         places = [text_of(line) for line in frames if not is_foreign(line[0])][-1:]
-        message = f"{actor(task.rank, program)} raised {type(error).__name__}: {error}"
+        message = f"{actor(task.rank, program)} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
         wrapped = ProtocolError("\n  at ".join([message, *places]))
         wrapped.__cause__ = error
         return wrapped

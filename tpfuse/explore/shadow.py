@@ -12,6 +12,7 @@ from tpfuse.explore.clocks import Clocks
 
 RED_ZONE = 256  # bytes before and after a buffer that must not be accessed
 Indices = NDArray[np.int64]
+Cells = NDArray[np.uint8]  # the bytes of elements, a row for each
 
 
 class Conflict(NamedTuple):
@@ -55,6 +56,7 @@ class Region:
         self._memory = torch.zeros(self.count * self.step + 2 * RED_ZONE, dtype=torch.uint8)
         self._bytes = self._memory.numpy()
         inside = self._memory[RED_ZONE : RED_ZONE + self.count * self.step]
+        self.cells: Cells = inside.numpy().reshape(self.count, self.step)
         self.tensor: Tensor = inside.view(dtype).view(shape)
         self.base = self._memory.data_ptr() + RED_ZONE
         self.end = self.base + self.count * self.step
@@ -77,8 +79,7 @@ class Region:
 
     def element(self, index: int) -> bytes:
         """Return the bytes of an element."""
-        begin = RED_ZONE + index * self.step
-        return self._bytes[begin : begin + self.step].tobytes()
+        return bytes(self.cells[index])
 
     def number(self, index: int) -> int | float:
         """Return the value of an element; types that numpy has not as an integer."""
@@ -113,7 +114,7 @@ class Region:
         self, clocks: Clocks, index: Indices, chain: int, site: int, *, write: bool, atomic: bool
     ) -> Conflict | None:
         """Record an access; return an earlier unordered one with which it conflicts, or None."""
-        conflict = self._conflict(clocks.knows[chain], index, write=write, atomic=atomic)
+        conflict = self.conflict(clocks.knows[chain], index, write=write, atomic=atomic)
         component = chain + atomic
         now = clocks.time(component)
         if write and not atomic:
@@ -125,7 +126,8 @@ class Region:
             row.times[index], row.sites[index], row.latest = now, site, now
         return conflict
 
-    def _conflict(self, knows: NDArray[np.int64], index: Indices, *, write: bool, atomic: bool) -> Conflict | None:
+    def conflict(self, knows: NDArray[np.int64], index: Indices, *, write: bool, atomic: bool) -> Conflict | None:
+        """Return an access with which one by a chain that knows this would conflict, or None."""
         unordered = self._written[index] > knows[self._writer[index]]
         if unordered.any():
             element = int(index[unordered][0])

@@ -28,7 +28,8 @@ class LeavingTorch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if parts := self._memory.touched(_addresses(args[0])):
             self._memory.access(parts, args[0].element_size(), "read", write=False)
-        result = func(*args, **(kwargs or {}))
+        with self._memory.reading((parts, args[0].element_size())):
+            result = func(*args, **(kwargs or {}))
         self._memory.seen(result)
         return result
 
@@ -53,13 +54,15 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func.redispatch(_CPU, *args, **kwargs)
         if result is not NotImplemented:
             return result
-        written = []
+        read, written = [], []
         for tensor, write in _operands(func, args, kwargs):
             parts = self._memory.touched(_addresses(tensor))
             if parts:
                 self._memory.access(parts, tensor.element_size(), "write" if write else "read", write=write)
                 written += parts if write else []
-        result = func(*args, **kwargs)
+                read += [] if write else [(parts, tensor.element_size())]
+        with self._memory.reading(*read):
+            result = func(*args, **kwargs)
         self._memory.written(written)
         if not isinstance(result, Tensor):
             self._memory.seen(result)

@@ -65,12 +65,14 @@ class ExploredGlobalMemory(GlobalMemory):
             self._clocks.fork(self._program, chain)
 
     def load(self, addresses: Array, warps: Array, dtype: Any, count: int) -> Array:
-        poll = None
-        for chain, some in self._split(warps) if self._checked.touched(addresses) else ():
+        poll, touched, size = None, self._checked.touched(addresses), np.dtype(dtype).itemsize * count
+        values = np.empty((len(addresses), count), dtype) if touched else self.read(addresses, dtype, count)
+        for chain, some in self._split(warps) if touched else ():
             parts = self._checked.touched(addresses[some])
             with self._at_source(chain):
-                poll = self._checked.access(parts, np.dtype(dtype).itemsize * count, "ld", write=False)
-        values = self.read(addresses, dtype, count)
+                poll = self._checked.access(parts, size, "ld", write=False)
+                with self._checked.reading((parts, size)):
+                    values[some] = self.read(addresses[some], dtype, count)
         self._checked.loaded(values)
         if poll is not None and values.size == 1:
             self._checked.polled(poll)
