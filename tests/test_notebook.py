@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "docs" / "race.ipynb"
@@ -51,7 +52,8 @@ def test_the_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_
         for module in ("hand_over", "race"):
             sys.modules.pop(module, None)
     assert Path("hand_over.py").read_text() == (ROOT / "examples" / "hand_over.py").read_text()
-    boxes = [box for box in names["axes"].texts if box.get_text()]
-    red = [box.get_text() for box in boxes if box.get_bbox_patch().get_edgecolor()[:3] == (1.0, 0.0, 0.0)]
-    assert len(boxes) == 7 and red == ["store, race.py:13", "read, race.py:21"]
-    names["plt"].close(names["figure"])
+    *boxes, line = names["figure"].axes[0].texts
+    red = [box for box in boxes if box.get_bbox_patch().get_edgecolor()[:3] == (1.0, 0.0, 0.0)]
+    assert [box.get_text()[:16] for box in red] == ["store 0  race:13", "read  race:21 as"] and len(boxes) == 7
+    assert [line.xyann, line.xy] == [box.get_position() for box in red], "a line joins the two"
+    pyplot.close(names["figure"])
