@@ -142,9 +142,13 @@ def explore_all(
     """Run every execution of `program(memory)` on ranks 0 to world - 1, one for each order of operations that matters.
 
     Executions that differ only in the order of independent operations, in how often a wait polls, or in later values of
-    a word with which a wait ends as well, count as one (`tpfuse.explore.reduction`). seconds: after which no further
-    one begins; `exhausted` of the report says whether there was none. The other options are those of `explore`. The
-    replay of an error has as few decisions as were found to show it.
+    a word with which a wait ends as well, count as one (`tpfuse.explore.reduction`). The program may be a generator
+    that yields at the end of each round its epoch, which words count, or (its epochs, what else the next round depends
+    on beside symmetric memory). If all executions then come back to states between rounds that were there before, they
+    stand for any number of rounds (`tpfuse.explore.rounds`); `grows` of the report says whether they do.
+
+    seconds: after which no further execution begins; `exhausted` of the report says whether there was none. The other
+    options are those of `explore`. The replay of an error has as few decisions as were found to show it.
 
     Raise what `explore` raises; and ProtocolError for a loop that reads the same values again and again, in states that
     differ: whether it waits is then not known.

@@ -211,21 +211,9 @@ class Reduction(Execution):
         self._new = 0  # the first event that earlier executions did not have
         self._states: list[tuple[RoundState, Hashable]] = []
         self._tried = set[tuple[Name, ...]]()
-        self._redundant = False
         self.grows: str | None = None
 
-    def start(self) -> None:
-        super().start()
-        self._redundant = False
-
     def _choose(self, able: Mapping[Name, bool], standard: Name) -> Name:
-        try:
-            return self._wanted(able, standard)
-        except Redundant:
-            self._redundant = True
-            raise
-
-    def _wanted(self, able: Mapping[Name, bool], standard: Name) -> Name:
         depth = len(self.events)
         if depth == len(self._nodes):
             sleeping = self._sleeping()
@@ -283,7 +271,7 @@ class Reduction(Execution):
 
     def _end(self, order: "_Order") -> int:
         """Return the number of events that count: all up to the first new state that was there before."""
-        for cut in () if self._redundant else self.cuts:
+        for cut in self.cuts:
             if cut.events > self._new:
                 knowledge = order.knowledge(cut)
                 differences = [self._difference(cut, *state, knowledge) for state in self._states]

@@ -31,7 +31,7 @@ class RoundState:
     words: Mapping[Element, float]
     rest: Mapping[str, Hashable]
 
-    def difference(self, earlier: "RoundState", read: Collection[Element], changed: Collection[Element]) -> str:
+    def difference(self, earlier: "RoundState", read: Collection[Hashable], changed: Collection[Hashable]) -> str:
         """Return the name of what makes the next rounds differ from those after an earlier state, or "".
 
         read, changed: the words that were, in between. One that was read but not changed may be compared with an epoch

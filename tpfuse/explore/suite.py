@@ -134,7 +134,8 @@ class ProtocolSuite:
 
     def short_program(self, memory: SimulatedMemory) -> Iterator[object] | None:
         """Run a shorter program than `program`, all of whose executions are run, or yield after each of its rounds."""
-        return self.program(memory)
+        self.program(memory)
+        return None
 
     def late_program(self, memory: SimulatedMemory) -> None:
         """Run the protocol with one rank missing: the others' waits end, and after a reset it works as before."""
@@ -213,7 +214,7 @@ class ProtocolSuite:
         return mutants, unneeded
 
     def _explore(
-        self, program: Callable[[SimulatedMemory], None], schedules: Iterable[Schedule], **options: Any
+        self, program: Callable[[SimulatedMemory], object], schedules: Iterable[Schedule], **options: Any
     ) -> Report:
         """Explore the program in copies of the modules, as mutants are, so that its changes to them do not last."""
         world, resident = self.worlds[0]
@@ -227,7 +228,7 @@ class ProtocolSuite:
         return _unchanged[type(self)]
 
     def _survivors(
-        self, program: Callable[[SimulatedMemory], None], mutants: list[Mutant], **options: Any
+        self, program: Callable[[SimulatedMemory], object], mutants: list[Mutant], **options: Any
     ) -> list[Mutant]:
         """Return the mutants with which the program does not fail."""
         world, resident = self.worlds[0]

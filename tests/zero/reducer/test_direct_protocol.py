@@ -218,10 +218,8 @@ def test_planted_faults_are_found_at_each_stage(stage: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_execution_of_any_number_of_steps_has_a_fault(stage: int) -> None:
-    report = explore_all(lambda memory: rounds(memory, stage), 2, seconds=600)
-    print(f"stage {stage}: {report}")
+def test_no_execution_of_any_number_of_steps_of_stage_1_has_a_fault() -> None:
+    report = explore_all(lambda memory: rounds(memory, 1), 2, seconds=600)
     assert report.exhausted and report.grows == ""
 
 
