@@ -13,7 +13,7 @@ import torch
 
 import tpfuse.kernels
 from tests.support.channels import connect
-from tpfuse.explore import SimulatedMemory
+from tpfuse.explore import SimulatedMemory, explore_all
 from tpfuse.explore.mutants import Mutant, mutants_of
 from tpfuse.explore.suite import Fault, ProtocolSuite, replace, without_rank_0
 from tpfuse.kernels import (
@@ -121,6 +121,12 @@ class TestTwoShot(CollectiveSuite):
         ),
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
     )
+
+    @pytest.mark.exhaustive
+    def test_no_alarm_where_epochs_wrap_around(self) -> None:
+        """The rounds after 2^31 - 1 have the states of those before."""
+        report = explore_all(lambda memory: self.epochs(memory, (24, 7) * 2, first=2**31 - 4), 2)
+        assert report.exhausted and report.grows == ""
 
 
 def _suites() -> Iterator[type[ProtocolSuite]]:
