@@ -14,7 +14,7 @@ later value orders beside that can only hide a race. Which values do so is known
 keeps it for later executions.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -296,18 +296,27 @@ class Reduction(Execution):
 
         Afterwards the effect of that is known: whether the thread goes on waiting, or goes on as it has here.
         """
-        order = _Order(self.events, self._merging)
+        for numbers in self._unknown() if self.cuts else ():
+            names = tuple(self.events[i].thread for i in numbers)
+            if names not in self._tried:
+                self._tried.add(names)
+                return Ordered(names, self.effects, ends=True)
+        return None
+
+    def _unknown(self) -> Iterator[list[int]]:
+        """Yield the events of executions that end with such a read, in their order."""
+        order = _Order(self.events, self._merging, hopeful=True)
+        for read in sorted(order.soft):
+            for changes in order.unknown(read):
+                before = (order.after[i] for i in changes)
+                needed = {i for clock in before for i in range(read + 1, changes[-1] + 1) if order.precedes(i, clock)}
+                yield [*range(read), *sorted(needed), read]
         for cut in self.cuts:
             for later in range(max(cut.events, self._new), len(self.events)):
                 for earlier in order.rivals(self.events[later], later):
-                    both = self.events[earlier].changes and self.events[later].changes
-                    if earlier < cut.events and not both:
+                    if earlier < cut.events and not self.events[later].changes:
                         between = [i for i in range(earlier + 1, later) if not order.precedes(earlier, order.after[i])]
-                        names = tuple(self.events[i].thread for i in [*range(earlier), *between, later, earlier])
-                        if names not in self._tried:
-                            self._tried.add(names)
-                            return Ordered(names, self.effects, ends=True)
-        return None
+                        yield [*range(earlier), *between, later]
 
     def _reverse(self, order: "_Order", earlier: int, last: WordEvent, later: int) -> None:
         """Let an execution have the last event, of number `later`, before the earlier one, unless one already has.
@@ -337,19 +346,20 @@ class _Order:
     """Which events of an execution come before which in all equivalent ones.
 
     An event that only reads comes before the next change of its words, unless all values that it could read before its
-    thread goes on have the same effect (`soft`). after: for each event the clock with it.
+    thread goes on have the same effect (`soft`), as far as that is known if `hopeful`. after: for each event
+    the clock with it.
     """
 
-    def __init__(self, events: Sequence[WordEvent], merging: bool) -> None:
-        self._events = events
+    def __init__(self, events: Sequence[WordEvent], merging: bool, hopeful: bool = False) -> None:
+        self._events, self._hopeful = events, hopeful
         reads = [i for i, x in enumerate(events) if not x.changes and x.effect(x.values) is not None]
-        self._soft = set(reads if merging else ())
+        self.soft = set(reads if merging else ())
         while True:
             self._find()
-            hard = {i for i in self._soft if not self._is_soft(i)}
+            hard = {i for i in self.soft if not self._is_soft(i)}
             if not hard:
                 break
-            self._soft -= hard
+            self.soft -= hard
 
     def _find(self) -> None:
         """Find the clocks."""
@@ -368,7 +378,7 @@ class _Order:
                 if word in x.changes:
                     linked.add(i)
                     break
-                if word in event.changes and word in x.reads and i not in self._soft:
+                if word in event.changes and word in x.reads and i not in self.soft:
                     linked.add(i)
         return linked
 
@@ -416,6 +426,22 @@ class _Order:
 
     def _is_soft(self, index: int) -> bool:
         """Return whether all values that an event could read before its thread goes on have the same effect."""
+        same = {self._events[index].effect(self._events[index].values), *((None,) if self._hopeful else ())}
+        sets = self._sets_of_changes(index)
+        return len(sets) <= _MOST_CUTS and all(self._effect(index, changes) in same for changes in sets)
+
+    def unknown(self, index: int) -> Iterator[tuple[int, ...]]:
+        """Yield sets of later changes with which it is not known what an event would read."""
+        yield from (changes for changes in self._sets_of_changes(index) if self._effect(index, changes) is None)
+
+    def _effect(self, index: int, changes: tuple[int, ...]) -> Hashable:
+        """Return the effect of what an event would read after later changes."""
+        event = self._events[index]
+        later = {word: value for i in changes for word, value in self._events[i].changes.items()}
+        return event.effect(tuple(later.get(word, value) for word, value in event.reads.items()))
+
+    def _sets_of_changes(self, index: int) -> list[tuple[int, ...]]:
+        """Return the sets of later changes after which an event could read, or more than `_MOST_CUTS` of them."""
         event = self._events[index]
         changes = [
             i
@@ -427,10 +453,5 @@ class _Order:
             needed = {k for k in changes if k < i and self.precedes(k, self.after[i])}
             cuts += [(*cut, i) for cut in cuts if needed.issubset(cut)]
             if len(cuts) > _MOST_CUTS:
-                return False
-        effect = event.effect(event.values)
-        for cut in cuts:
-            later = {word: value for i in cut for word, value in self._events[i].changes.items()}
-            if event.effect(tuple(later.get(word, value) for word, value in event.reads.items())) != effect:
-                return False
-        return True
+                break
+        return cuts
