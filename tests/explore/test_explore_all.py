@@ -26,8 +26,9 @@ from tpfuse.explore import (
     explore_all,
     explorer,
 )
+from tpfuse.explore.executions import Redundant
 from tpfuse.explore.memory import HOST_WAIT, Semantics
-from tpfuse.explore.reduction import Reduction, Redundant
+from tpfuse.explore.reduction import Reduction
 from tpfuse.explore.run import RunOptions
 from tpfuse.kernels.signals import wait_signal, wrapped
 

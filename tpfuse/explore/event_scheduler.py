@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpfuse.explore.errors import ProtocolError, Stopped
-from tpfuse.explore.reduction import WAITS, Execution, Name, Past, Redundant, Values, Word, WordEvent
+from tpfuse.explore.executions import WAITS, Execution, Name, Past, Redundant, Values, Word, WordEvent
 from tpfuse.explore.rounds import Overlap, RoundState
 from tpfuse.explore.scheduler import Scheduler, Task, WordOperation
 from tpfuse.explore.spins import may_hold

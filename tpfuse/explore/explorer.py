@@ -15,9 +15,10 @@ import triton
 from tpfuse.explore.clocks import Line
 from tpfuse.explore.errors import ExploreError, RaceError
 from tpfuse.explore.event_scheduler import EventScheduler
+from tpfuse.explore.executions import Execution, Ordered, Redundant
 from tpfuse.explore.interpreter_hooks import hooked
 from tpfuse.explore.older_values import OlderValues
-from tpfuse.explore.reduction import Execution, Ordered, Reduction, Redundant
+from tpfuse.explore.reduction import Reduction
 from tpfuse.explore.rounds import Overlap
 from tpfuse.explore.run import ExploredRun, RunOptions
 from tpfuse.explore.scheduler import Scheduler

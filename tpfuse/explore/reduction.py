@@ -14,166 +14,12 @@ later value orders beside that can only hide a race. Which values do so is known
 keeps it for later executions.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
+from tpfuse.explore.event_order import EventOrder
+from tpfuse.explore.executions import WAITS, Execution, Name, Ordered, Redundant, RoundEnd, WordEvent
 from tpfuse.explore.rounds import Overlap, RoundState
-
-Name = tuple[int, ...]  # of a thread: its rank, or its parent's name, the number of the launch and of the program
-Word = Hashable
-Values = tuple[bytes, ...]
-Past = frozenset[int]  # the numbers of the last events of threads after which one goes on
-Clock = Mapping[Name, int]  # how many events of each thread come before, in all equivalent executions
-Effects = dict[tuple[Name, Hashable, Values], Hashable]
-Decisions = dict[int, Name]  # the number of an event -> the thread that performs it
-
-
-WAITS, ENDS = "goes on waiting", "ends its wait"  # effects of values on a thread
-_MOST_CUTS = 64  # sets of later changes that are compared
-
-
-class Redundant(Exception):
-    """The execution is equivalent to one that was visited before."""
-
-
-@dataclass(frozen=True)
-class RoundEnd:
-    """The end of a round on all ranks. events: how many came before. pasts: of the ranks. state: of the run."""
-
-    events: int
-    pasts: tuple[Past, ...]
-    state: RoundState
-
-
-@dataclass(frozen=True)
-class WordEvent:
-    """An operation of a thread on words.
-
-    number: counts the thread's events from 1. past: the events after which the thread comes to it. reads: the values of
-    all words of the operation before it; changes: the values of those that it changes after it. effect: returns the
-    effect of values that it could have read: WAITS, ENDS, what identifies another effect, or None if it is not known.
-    """
-
-    thread: Name
-    number: int
-    past: Past
-    reads: Mapping[Word, bytes]
-    changes: Mapping[Word, bytes]
-    effect: Callable[[Values], Hashable]
-
-    @property
-    def values(self) -> Values:
-        """The values that it has read."""
-        return tuple(self.reads.values())
-
-    def depends_on(self, other: "WordEvent") -> bool:
-        """Return whether the order of the two events matters."""
-        return (
-            self.thread == other.thread
-            or any(word in other.reads for word in self.changes)
-            or any(word in self.reads for word in other.changes)
-        )
-
-
-class Execution:
-    """The events of one execution, in which a thread runs on until it cannot unless `decisions` name another one."""
-
-    in_rounds = False  # whether no rank begins a round before all have come to the end of the one before
-
-    def __init__(self, decisions: Mapping[int, Name] | None = None) -> None:
-        self.effects: Effects = {}  # of values on a thread in a state
-        self._given = dict(decisions or {})
-        self.start()
-
-    def start(self) -> None:
-        """Begin an execution."""
-        self.events: list[WordEvent] = []
-        self.decisions: Decisions = {}
-        self.order: list[Name] = []  # the threads that performed the events, and the one that may perform the next
-        self.cuts: list[RoundEnd] = []
-        self._counts: dict[Name, int] = {}
-        self._waiting: list[tuple[int, WordEvent]] = []  # polls that never end a wait, and how many events came before
-
-    def choose(self, able: Mapping[Name, bool], current: Name) -> Name:
-        """Return the thread that performs the next event.
-
-        able: those that can continue, in order, and whether they are at the end of a wait. current: the one that ran
-        last.
-        """
-        standard = current if current in able else next(iter(able))
-        chosen = self._choose(able, standard)
-        if chosen != standard:
-            self.decisions[len(self.events)] = chosen
-        self.order[len(self.events) :] = [chosen]
-        return chosen
-
-    def _choose(self, able: Mapping[Name, bool], standard: Name) -> Name:
-        chosen = self._given.get(len(self.events), standard)
-        if chosen not in able:
-            raise ValueError(f"event {len(self.events)}: thread {chosen} cannot continue: decisions of another program")
-        return chosen
-
-    def end_round(self, pasts: tuple[Past, ...], state: RoundState) -> None:
-        """Take note that all ranks have come to the end of a round."""
-        self.cuts.append(RoundEnd(len(self.events), pasts, state))
-
-    def event(
-        self,
-        thread: Name,
-        past: Past,
-        reads: Mapping[Word, bytes],
-        changes: Mapping[Word, bytes],
-        state: Hashable,
-        ends: Callable[[Values], bool] | None,
-    ) -> WordEvent:
-        """Return the next event of a thread. state, ends: as for `effect`."""
-        number = self._counts.get(thread, 0) + 1
-        return WordEvent(thread, number, past, reads, changes, partial(self.effect, thread, state, ends))
-
-    def perform(self, event: WordEvent) -> int:
-        """Add an event of the thread that was chosen; return its number."""
-        self._counts[event.thread] = event.number
-        self.events.append(event)
-        return len(self.events) - 1
-
-    def retract(self) -> WordEvent:
-        """Remove the last event, a poll with which its thread goes on waiting."""
-        event = self.events.pop()
-        assert not event.changes
-        self._counts[event.thread] -= 1
-        self.decisions.pop(len(self.events), None)
-        return event
-
-    def wait(self, event: WordEvent) -> None:
-        """Take note of a poll of a thread that waits here for ever, or until waits are ended."""
-        self._waiting.append((len(self.events), event))
-
-    def effect(self, thread: Name, state: Hashable, ends: Callable[[Values], bool] | None, values: Values) -> Hashable:
-        """Return the effect of values that a thread reads in a state; see `WordEvent`.
-
-        ends: whether values end a wait to which they make no other difference; None if that is not known.
-        """
-        if ends is not None:
-            return ENDS if ends(values) else WAITS
-        return self.effects.get((thread, state, values))
-
-
-class Ordered(Execution):
-    """An execution whose events are performed by these threads, in this order. ends: whether it ends after them."""
-
-    def __init__(self, order: Sequence[Name], effects: Effects, ends: bool) -> None:
-        super().__init__()
-        self.effects, self._order, self._ends = effects, order, ends
-
-    def _choose(self, able: Mapping[Name, bool], standard: Name) -> Name:
-        if len(self.events) == len(self._order):
-            if self._ends:
-                raise Redundant
-            return standard
-        if (chosen := self._order[len(self.events)]) not in able:
-            raise Redundant
-        return chosen
 
 
 @dataclass
@@ -253,7 +99,7 @@ class Reduction(Execution):
 
     def finish(self) -> bool:
         """End the execution; return whether another one is left, which the next `start` begins."""
-        order = _Order(self.events, self._merging)
+        order = EventOrder(self.events, self._merging)
         end = self._end(order)
         last = [(later, self.events[later]) for later in range(self._new, end)]
         for later, event in last + [(later, event) for later, event in self._waiting if later <= end]:
@@ -269,7 +115,7 @@ class Reduction(Execution):
             self._nodes.pop()
         return False
 
-    def _end(self, order: "_Order") -> int:
+    def _end(self, order: EventOrder) -> int:
         """Return the number of events that count: all up to the first new state that was there before."""
         for cut in self.cuts:
             if cut.events > self._new:
@@ -305,7 +151,7 @@ class Reduction(Execution):
 
     def _unknown(self) -> Iterator[list[int]]:
         """Yield the events of executions that end with such a read, in their order."""
-        order = _Order(self.events, self._merging, hopeful=True)
+        order = EventOrder(self.events, self._merging, hopeful=True)
         for read in sorted(order.soft):
             for changes in order.unknown(read):
                 before = (order.after[i] for i in changes)
@@ -318,7 +164,7 @@ class Reduction(Execution):
                         between = [i for i in range(earlier + 1, later) if not order.precedes(earlier, order.after[i])]
                         yield [*range(earlier), *between, later]
 
-    def _reverse(self, order: "_Order", earlier: int, last: WordEvent, later: int) -> None:
+    def _reverse(self, order: EventOrder, earlier: int, last: WordEvent, later: int) -> None:
         """Let an execution have the last event, of number `later`, before the earlier one, unless one already has.
 
         If the last event is a poll with which its thread would go on waiting there, it goes before an even earlier one.
@@ -340,118 +186,3 @@ class Reduction(Execution):
         node = self._nodes[earlier]
         if node.wanted.isdisjoint(initials):
             node.wanted.add(next(iter(initials)))
-
-
-class _Order:
-    """Which events of an execution come before which in all equivalent ones.
-
-    An event that only reads comes before the next change of its words, unless all values that it could read before its
-    thread goes on have the same effect (`soft`), as far as that is known if `hopeful`. after: for each event
-    the clock with it.
-    """
-
-    def __init__(self, events: Sequence[WordEvent], merging: bool, hopeful: bool = False) -> None:
-        self._events, self._hopeful = events, hopeful
-        reads = [i for i, x in enumerate(events) if not x.changes and x.effect(x.values) is not None]
-        self.soft = set(reads if merging else ())
-        while True:
-            self._find()
-            hard = {i for i in self.soft if not self._is_soft(i)}
-            if not hard:
-                break
-            self.soft -= hard
-
-    def _find(self) -> None:
-        """Find the clocks."""
-        self.after: list[Clock] = []
-        for index, event in enumerate(self._events):
-            clock = dict(self.clock({*event.past, *self._linked(event, index)}))
-            clock[event.thread] = event.number
-            self.after.append(clock)
-
-    def _linked(self, event: WordEvent, index: int) -> set[int]:
-        """Return the last events before an event of this number on its words whose order with it matters."""
-        linked = set[int]()
-        for word in event.reads:
-            for i in range(index - 1, -1, -1):
-                x = self._events[i]
-                if word in x.changes:
-                    linked.add(i)
-                    break
-                if word in event.changes and word in x.reads and i not in self.soft:
-                    linked.add(i)
-        return linked
-
-    def knowledge(self, cut: RoundEnd) -> Hashable:
-        """Return, for the last change of each word and the reads after it, which ranks know them after a round."""
-        clocks, found, changed = [self.clock(past) for past in cut.pasts], set[Hashable](), set[Word]()
-        for i in reversed(range(cut.events)):
-            event = self._events[i]
-            known = tuple(self.precedes(i, clock) for clock in clocks)
-            for word in event.reads.keys() - changed & cut.state.words.keys():
-                if not all(known):
-                    found.add((word, word in event.changes, event.thread[0], known))
-            changed |= event.changes.keys()
-        return frozenset(found)
-
-    def rivals(self, event: WordEvent, index: int) -> set[int]:
-        """Return the events before an event of this number whose order with it no other order gives."""
-        past = self.clock(event.past)
-        linked = {i for i in self._linked(event, index) if not self.precedes(i, past)}
-        return {i for i in linked if not any(self.precedes(i, self.after[k]) for k in linked - {i})}
-
-    def before(self, event: WordEvent, index: int) -> Clock:
-        """Return the clock of what comes before an event of this number."""
-        return self.clock({*event.past, *self._linked(event, index)})
-
-    def clock(self, past: Collection[int]) -> Clock:
-        """Return the clock after some events."""
-        clock: dict[Name, int] = {}
-        for index in past:
-            for name, count in self.after[index].items():
-                clock[name] = max(clock.get(name, 0), count)
-        return clock
-
-    def precedes(self, index: int, clock: Clock) -> bool:
-        """Return whether what has this clock comes after an event."""
-        event = self._events[index]
-        return clock.get(event.thread, 0) >= event.number
-
-    def without(self, earlier: int, last: WordEvent, later: int) -> Values:
-        """Return what an event of number `later` would read without an earlier one and what follows from that."""
-        gone = [i for i in range(earlier, later) if i == earlier or self.precedes(earlier, self.after[i])]
-        changed = ((word, i) for i in reversed(gone) for word in self._events[i].changes)
-        old = {word: self._events[i].reads[word] for word, i in changed}
-        return tuple(old.get(word, value) for word, value in last.reads.items())
-
-    def _is_soft(self, index: int) -> bool:
-        """Return whether all values that an event could read before its thread goes on have the same effect."""
-        same = {self._events[index].effect(self._events[index].values), *((None,) if self._hopeful else ())}
-        sets = self._sets_of_changes(index)
-        return len(sets) <= _MOST_CUTS and all(self._effect(index, changes) in same for changes in sets)
-
-    def unknown(self, index: int) -> Iterator[tuple[int, ...]]:
-        """Yield sets of later changes with which it is not known what an event would read."""
-        yield from (changes for changes in self._sets_of_changes(index) if self._effect(index, changes) is None)
-
-    def _effect(self, index: int, changes: tuple[int, ...]) -> Hashable:
-        """Return the effect of what an event would read after later changes."""
-        event = self._events[index]
-        later = {word: value for i in changes for word, value in self._events[i].changes.items()}
-        return event.effect(tuple(later.get(word, value) for word, value in event.reads.items()))
-
-    def _sets_of_changes(self, index: int) -> list[tuple[int, ...]]:
-        """Return the sets of later changes after which an event could read, or more than `_MOST_CUTS` of them."""
-        event = self._events[index]
-        changes = [
-            i
-            for i in range(index + 1, len(self._events))
-            if not event.reads.keys().isdisjoint(self._events[i].changes) and not self.precedes(index, self.after[i])
-        ]
-        cuts: list[tuple[int, ...]] = [()]
-        for i in changes:
-            needed = {k for k in changes if k < i and self.precedes(k, self.after[i])}
-            cuts += [(*cut, i) for cut in cuts if needed.issubset(cut)]
-            if len(cuts) > _MOST_CUTS:
-                break
-        return cuts

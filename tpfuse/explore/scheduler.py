@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpfuse.explore.errors import DeadlockError, ExploreError, Stopped
-from tpfuse.explore.reduction import Name, Word
+from tpfuse.explore.executions import Name, Word
 from tpfuse.explore.rounds import RoundState
 from tpfuse.explore.sites import actor
 from tpfuse.explore.spins import Place

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpfuse.explore.event_scheduler import EventScheduler
-from tpfuse.explore.reduction import Decisions, Execution
+from tpfuse.explore.executions import Decisions, Execution
 from tpfuse.explore.scheduler import Pick, Scheduler
 
 
