@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -30,6 +31,7 @@ from tpfuse.explore.executions import Redundant
 from tpfuse.explore.memory import HOST_WAIT, Semantics
 from tpfuse.explore.reduction import Reduction
 from tpfuse.explore.run import RunOptions
+from tpfuse.explore.spins import numbers_of
 from tpfuse.kernels.signals import wait_signal, wrapped
 
 # Random programs, all of whose interleavings a small model tries one by one
@@ -426,6 +428,14 @@ def test_a_program_begins_when_any_other_has_ended() -> None:
 
     assert explore_all(program, 1, resident=2).exhausted
     assert found == {1, 2, 3}
+
+
+def test_addresses_past_the_end_of_a_tensor_are_the_same_in_every_run() -> None:
+    named = set()
+    for base in (1 << 30, 1 << 31):
+        addresses = np.array([base + 4, base + 8], np.uint64)
+        named.add(numbers_of(addresses, lambda x, base=base: ("out", base) if base <= x < base + 8 else None))
+    assert named == {(("out", 4), ("out", 8))}
 
 
 # Programs of rounds

@@ -87,7 +87,7 @@ def numbers_of(x: np.ndarray[Any, Any], place: Place) -> Hashable:
     """Return what identifies numbers in every run, or addresses."""
     if x.dtype.itemsize == 8 and x.dtype.kind in "iu" and x.size and int(x.max()) > _LOWEST:
         if x.size <= _SMALL:
-            return tuple(_address(y, place) for y in x.ravel().tolist())
+            return tuple(_named(x.ravel().tolist(), place))
         if (found := place(int(x.flat[0]))) is not None:
             return found[0], x.shape, (x.astype(np.int64) - found[1]).tobytes()
     if x.size <= _SMALL:
@@ -95,9 +95,12 @@ def numbers_of(x: np.ndarray[Any, Any], place: Place) -> Hashable:
     return x.shape, x.tobytes()
 
 
-def _address(x: int, place: Place) -> Hashable:
-    found = place(x)
-    return x if found is None else (found[0], x - found[1])
+def _named(addresses: list[int], place: Place) -> Iterator[Hashable]:
+    """Yield what identifies addresses; one at no place, as masked elements have, is past the end of the one before."""
+    inside = None
+    for x in addresses:
+        inside = place(x) or inside
+        yield x if inside is None else (inside[0], x - inside[1])
 
 
 @cache
