@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.message_rings import ring, send_both_ways, without_rank_0
+from tests.support.message_rings import ring, rounds_both_ways, send_both_ways, without_rank_0
 from tpfuse.comm.messages import fused, symmetric
 from tpfuse.explore import SimulatedMemory
 from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
@@ -36,9 +36,7 @@ class TestSendMessage(ProtocolSuite):
     def short_program(self, memory: SimulatedMemory) -> Iterator[int]:
         routes = ring(memory.world, 2)
         messages = current(fused).FusedMessages(memory, "messages", 48, routes)
-        for turn in range(3):
-            send_both_ways(messages, memory.rank, routes, 2)
-            yield turn
+        return rounds_both_ways(messages, memory.rank, routes)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         routes = ring(memory.world, 2)

@@ -1,5 +1,7 @@
 """Rings of messages, in tests: every rank sends to both of its neighbours, one of which may be missing."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -33,6 +35,13 @@ def send_both_ways(messages: Messages, rank: int, routes: list[Route], count: in
                     assert torch.equal(message.tensor, integers(10 * number + index, 5 + number)), (index, number)
                 for message in held[::-1]:
                     messages.release(index, message)
+
+
+def rounds_both_ways(messages: Messages, rank: int, routes: list[Route]) -> Iterator[int]:
+    """Fill the slots of each route three times, and yield how often after each."""
+    for turn in range(3):
+        send_both_ways(messages, rank, routes, routes[0].slots)
+        yield turn
 
 
 def without_rank_0(messages: Messages, memory: SimulatedMemory, routes: list[Route]) -> None:

@@ -31,7 +31,7 @@ class EventOrder:
         """Find the clocks."""
         self.after: list[Clock] = []
         for index, event in enumerate(self._events):
-            clock = dict(self.clock({*event.past, *self._linked(event, index)}))
+            clock = dict(self.before(event, index))
             clock[event.thread] = event.number
             self.after.append(clock)
 
@@ -69,6 +69,10 @@ class EventOrder:
     def before(self, event: WordEvent, index: int) -> Clock:
         """Return the clock of what comes before an event of this number."""
         return self.clock({*event.past, *self._linked(event, index)})
+
+    def between(self, earlier: int, later: int) -> list[int]:
+        """Return the events between two that do not come after the earlier one."""
+        return [i for i in range(earlier + 1, later) if not self.precedes(earlier, self.after[i])]
 
     def clock(self, past: Collection[int]) -> Clock:
         """Return the clock after some events."""

@@ -1,6 +1,6 @@
 """The symmetric memory of a run: before every operation the schedule may switch ranks, and then it is checked."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
@@ -278,9 +278,9 @@ class CheckedMemory:
         words = sorted(self.clocks.published.items())
         return {(self.regions[number].identity, element): clock for (number, element), clock in words}
 
-    def unknown(self, region: Region, streams: Sequence[int]) -> Hashable:
+    def unknown(self, region: Region, streams: Sequence[int], published: Mapping[Hashable, Clock]) -> Hashable:
         """Return the accesses to a region that some stream does not know, with the streams and words that know them."""
-        streams_know, words_know = self.clocks.knows[list(streams)], list(self.published().values())
+        streams_know, words_know = self.clocks.knows[list(streams)], list(published.values())
         found = []
         for kind, accessors, times in region.accesses():
             elements = np.flatnonzero((times > streams_know[:, accessors]).any(0))

@@ -137,7 +137,7 @@ class Reduction(Execution):
         other = "" if knowledge == earlier_knowledge else "the order of operations on words"
         return cut.state.difference(earlier, read, changed) or other
 
-    def untried(self) -> "Ordered | None":
+    def untried(self) -> Ordered | None:
         """Return an execution in which a thread reads a word before or after a change of another round, or None.
 
         Afterwards the effect of that is known: whether the thread goes on waiting, or goes on as it has here.
@@ -161,8 +161,7 @@ class Reduction(Execution):
             for later in range(max(cut.events, self._new), len(self.events)):
                 for earlier in order.rivals(self.events[later], later):
                     if earlier < cut.events and not self.events[later].changes:
-                        between = [i for i in range(earlier + 1, later) if not order.precedes(earlier, order.after[i])]
-                        yield [*range(earlier), *between, later]
+                        yield [*range(earlier), *order.between(earlier, later), later]
 
     def _reverse(self, order: EventOrder, earlier: int, last: WordEvent, later: int) -> None:
         """Let an execution have the last event, of number `later`, before the earlier one, unless one already has.
@@ -177,7 +176,7 @@ class Reduction(Execution):
                 return
         if any(earlier < cut.events <= later for cut in self.cuts):
             raise Overlap
-        sequence = [i for i in range(earlier + 1, later) if not order.precedes(earlier, order.after[i])]
+        sequence = order.between(earlier, later)
         initials: dict[Name, None] = {}
         following = [(self.events[i], order.after[i]) for i in sequence] + [(last, order.before(last, later))]
         for position, (event, clock) in enumerate(following):

@@ -243,17 +243,15 @@ class ExploredRun:
     def _round_state(self, given: Sequence[tuple[tuple[int, ...], Hashable, Sequence[int]]]) -> RoundState:
         epochs, yielded, chains = zip(*given, strict=True)
         memory, streams = self.memory, [chain for one in chains for chain in one]
-        words = {(region.identity, i): region.number(i) for region, i, _ in memory.words()}
+        operated, published = list(memory.words()), memory.published()
+        words = {(region.identity, i): region.number(i) for region, i, _ in operated}
         words |= {(region.identity, i): int(x) for region in memory.regions for i, x in enumerate(region.words)}
-        rest: dict[str, Hashable] = {
-            "what the ranks yield": yielded,
-            "the words that signal": tuple(memory.published()),
-        }
-        rest["the scopes of words"] = tuple((region.identity, i, scopes) for region, i, scopes in memory.words())
+        rest: dict[str, Hashable] = {"what the ranks yield": yielded, "the words that signal": tuple(published)}
+        rest["the scopes of words"] = tuple((region.identity, i, scopes) for region, i, scopes in operated)
         for region in filter(lambda region: region.checked, memory.regions):
-            data = region.all_bytes()
+            data = region.cells.copy()
             data[[i for identity, i in words if identity == region.identity]] = 0
             name = f"{region.key} of rank {region.rank}"
             rest[f"the contents of {name}"] = region.freed, data.tobytes()
-            rest[f"the order of accesses to {name}"] = memory.unknown(region, streams)
+            rest[f"the order of accesses to {name}"] = memory.unknown(region, streams, published)
         return RoundState(epochs, words, rest)

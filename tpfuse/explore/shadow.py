@@ -92,11 +92,6 @@ class Region:
         places = (addresses.astype(np.int64) - self.low).ravel()[:, None] + np.arange(size)
         return bytes(self._bytes[places])
 
-    def all_bytes(self) -> NDArray[np.uint8]:
-        """Return a copy of the bytes of all elements, [elements, bytes]."""
-        inside: NDArray[np.uint8] = self._bytes[RED_ZONE : len(self._bytes) - RED_ZONE].reshape(-1, self.step).copy()
-        return inside
-
     def accesses(self) -> Iterator[tuple[str, NDArray[np.int32], NDArray[np.int64]]]:
         """Yield the last accesses to each element: their kind, the components that made them, and the times."""
         yield "plain write", self._writer, self._written

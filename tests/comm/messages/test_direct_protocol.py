@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.support.message_rings import ring, send_both_ways, without_rank_0
+from tests.support.message_rings import ring, rounds_both_ways, send_both_ways, without_rank_0
 from tpfuse.comm.messages import symmetric
 from tpfuse.explore import SimulatedMemory
 from tpfuse.explore.suite import Fault, ProtocolSuite, current, replace
@@ -42,9 +42,7 @@ class TestDirectMessages(ProtocolSuite):
     def short_program(self, memory: SimulatedMemory) -> Iterator[int]:
         routes = ring(memory.world, 2)
         messages = current(symmetric).DirectMessages(memory, "messages", 48, routes)
-        for turn in range(3):
-            send_both_ways(messages, memory.rank, routes, 2)
-            yield turn
+        return rounds_both_ways(messages, memory.rank, routes)
 
     def late_program(self, memory: SimulatedMemory) -> None:
         routes = ring(memory.world, 2)
