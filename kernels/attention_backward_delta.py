@@ -84,7 +84,7 @@ def attention_backward_delta_kernel(
     out_ptr += multiple_of_8(batch * stride_ob + head * stride_oh + first_q * stride_ot)
     grad_out = load_tile((grad_out_ptr, first_m, tile_m, length_q, stride_gt), 0, HEAD_SIZE, BLOCK_D)
     out = load_tile((out_ptr, first_m, tile_m, length_q, stride_ot), 0, HEAD_SIZE, BLOCK_D)
-    delta = tl.sum(product(grad_out.to(tl.float32), out.to(tl.float32)), axis=1)
+    delta = tl.sum(product(grad_out, out), axis=1)
     row = (batch * heads + head) * tq + first_q + offs_m
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + row, mask=mask, other=0.0)

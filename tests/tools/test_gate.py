@@ -17,7 +17,7 @@ from tpfuse.tools.assembler import newer_ptxas
 from tpfuse.tools.compilation import CompilationReport, compile_jobs
 from tpfuse.tools.gate import violations
 from tpfuse.tools.recorded import Job
-from tpfuse.tools.resources import Compilation
+from tpfuse.tools.resources import Compilation, unequal_sum
 from tpfuse.tools.wgmma_hazards import hazards
 
 TOYS = Path(__file__).parent / "toys"
@@ -182,6 +182,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"tensor_cores": ["mma.sync"]}, "its dot uses mma.sync instructions instead of wgmma"),
     ({"serialized": "registers"}, "wait for one another: registers"),
     ({"hazards": ["MOV at 0010 writes", "LDS at 0020"]}, "is wrong: MOV at 0010 writes, and 1 more such accesses"),
+    ({"unequal": "fma.rn.f32 %r4, %r1, %r1, %r3"}, "two lanes have different sums (see `kernels.tiles.product`): fma"),
     (
         COPY | {"loads": {16: 4}, "stores": {2: 32}},
         "moves 50% of its bytes in accesses of less than 16 bytes",
@@ -195,6 +196,22 @@ def test_each_violation_has_a_message(fault: dict[str, Any], message: str) -> No
     assert not list(violations(SOUND, "3.7.1"))
     (line,) = violations(replace(SOUND, **fault), "3.7.1")
     assert line.startswith(f"toy {fault.get('family', 'sm_90')} bfloat16 ") and message in line
+
+
+# A sum of squares over two lanes, as Triton 3.6 to 3.9 write it
+LANES = """
+    mul.f32 %r2, %r1, %r1;
+    shfl.sync.bfly.b32 %r3, %r2, 16, 31, -1;
+    fma.rn.f32 %r4, %r1, %r1, %r3;
+"""
+
+
+def test_a_sum_that_differs_between_lanes_is_found() -> None:
+    assert unequal_sum(LANES).startswith("fma.rn.f32 %r4")
+    moved = LANES.replace("    shfl", "    mov.b32 %r9, %r2;\n    shfl").replace("%r3, %r2,", "%r3, %r9,")
+    assert unequal_sum(moved).startswith("fma.rn.f32 %r4")
+    rounded = LANES.replace("mul.f32 %r2, %r1, %r1", "fma.rn.f32 %r2, %r1, %r1, 0f00000000")
+    assert not unequal_sum(rounded) and not unequal_sum(LANES.replace("%r1, %r1, %r3", "%r1, %r5, %r3"))
 
 
 SPILLING = {"kernel": "all_gather_gemm_forward_kernel", "constants": {"ACTIVATION": "geglu"}, "spilled": 8}

@@ -97,6 +97,8 @@ def _violations(result: Compilation, version: str) -> Iterator[str]:
     if result.hazards:
         more = f", and {len(result.hazards) - 1} more such accesses" if len(result.hazards) > 1 else ""
         yield f"its machine code is wrong: {result.hazards[0]}{more}"
+    if result.unequal:
+        yield f"two lanes have different sums (see `kernels.tiles.product`): {result.unequal}"
 
 
 def accepted_spill(result: Compilation, version: str) -> int:

@@ -78,6 +78,7 @@ class Compilation:
     bulk: bool = False  # whether TMA moves tiles
     serialized: str = ""  # why ptxas makes each wgmma wait for the previous one
     hazards: list[str] = field(default_factory=list)  # accesses to registers of a running wgmma (`wgmma_hazards`)
+    unequal: str = ""  # an instruction that gives two lanes different sums (`unequal_sum`)
     error: str = ""
 
 
@@ -105,6 +106,7 @@ def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation
         bulk="cp.async.bulk.tensor" in ptx,
         serialized=serialized(ptx, log) if wgmma else "",
         hazards=hazards(disassembly(kernel.asm["cubin"])) if wgmma else [],
+        unequal=unequal_sum(ptx),
     )
 
 
@@ -151,6 +153,28 @@ _PRODUCTS = ("mma.sync", "wgmma", "tcgen05")  # HMMA, HGMMA and UTCHMMA in SASS
 def tensor_cores(ptx: str) -> list[str]:
     """Return the kinds of matrix instructions in a program."""
     return [name for name in _PRODUCTS if re.search(rf"\b{re.escape(name)}\.(mma|aligned)", ptx)]
+
+
+_STEPS = re.compile(r"(mul|shfl|fma|mov)\.\S+\s+(%\w+)(?:\|%\w+)?, (%\w+)(?:, (%\w+))?(?:, (%\w+))?")
+
+
+def unequal_sum(ptx: str) -> str:
+    """Return the first fma of a program that adds a lane's own product to another lane's rounded one; "" if none does.
+
+    The sums of the two lanes then differ in the last bit (`kernels.tiles.product`).
+    """
+    factors: dict[str, set[str]] = {}  # of products
+    values: dict[str, str] = {}  # what a register has, from this lane or another one
+    for match in _STEPS.finditer(ptx):
+        name, target, *given = match.groups()
+        source = values.get(given[0], given[0])
+        if name == "mul":
+            factors[target] = {*given[:2]}
+        elif name in ("mov", "shfl"):
+            values[target] = source
+        elif (addend := given[2]) in values and factors.get(values[addend]) == {*given[:2]}:
+            return match[0]
+    return ""
 
 
 def access_widths(ptx: str, name: str) -> dict[int, int]:
