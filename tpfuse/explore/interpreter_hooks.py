@@ -186,7 +186,10 @@ def _launch(run: ExploredRun, executor: Any, args: tuple[Any, ...], kwargs: dict
         _BUILDER.set_grid_dim(*grid)
         _BUILDER.set_grid_idx(*index)
 
-    run.launch(grid, begin, lambda: executor.fn(**named))
+    def kernel(kept: object = (args, kwargs)) -> object:  # a graph keeps the tensors
+        return executor.fn(**named)
+
+    run.launch(grid, begin, kernel)
 
 
 def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +214,6 @@ def hooked() -> Iterator[Callable[[ExploredRun], None]]:
         vars(_BUILDER).update({name: getattr(operations, name) for name in names})
         run.scheduler.save = lambda: {name: vars(_BUILDER).get(name) for name in ("grid_dim", "grid_idx")}
         run.scheduler.restore = vars(_BUILDER).update
-        run.scheduler.state = run.memory.state
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         _launch(current[0], executor, args, kwargs)

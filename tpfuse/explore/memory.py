@@ -50,7 +50,7 @@ class CheckedMemory:
     older: OlderValues | None = None  # if given, plain reads find older values, and races do not end the run
 
     def __init__(self, scheduler: Scheduler, barrier_rule: bool, roots: frozenset[CodeType]) -> None:
-        self._scheduler, self._roots = scheduler, roots
+        self.scheduler, self._roots = scheduler, roots
         self.clocks = Clocks(barrier_rule)
         self.regions: list[Region] = []
         self.sites: list[Site] = []  # by number
@@ -60,23 +60,26 @@ class CheckedMemory:
 
     def site(self, operation: str) -> int:
         """Return the number of the site where the current thread is."""
-        task = self._scheduler.current
-        site = Site(operation, task.rank, task.program, task.lines or lines_here(self._roots))
+        task = self.scheduler.current
+        site = Site(operation, task.rank, task.program, task.lines or self.lines(), task.side)
         if site not in self._numbers:
             self._numbers[site] = len(self.sites)
             self.sites.append(site)
         return self._numbers[site]
 
+    def lines(self) -> tuple[Line, ...]:
+        """Return the source lines at which the current thread is."""
+        return lines_here(self._roots)
+
     def state(self) -> tuple[Hashable, ...] | None:
-        """Return what identifies the state of the kernel that runs, interpreted or in assembly; None in a rank."""
-        task = self._scheduler.current
-        if task.program is None:
-            return None
-        return state_here(self._roots, self._place), task.some_threads, task.emulated(self._place)
+        """Return what identifies the state of the kernel that runs; None in a rank, and where it is not known."""
+        task = self.scheduler.current
+        emulated = None if task.program is None else task.emulated(self._place)
+        return None if emulated is None else (state_here(self._roots, self._place), task.some_threads, emulated)
 
     def _place(self, address: int) -> tuple[Hashable, int] | None:
         regions = ((x.identity, x.low, x.high) for x in self.regions)
-        for name, low, high in (*self._scheduler.current.tensors, *regions):
+        for name, low, high in (*self.scheduler.current.tensors, *regions):
             if low <= address < high:
                 return name, low
         return None
@@ -107,23 +110,23 @@ class CheckedMemory:
         return index
 
     def _refuse(self, what: str, site: int) -> None:
-        self._scheduler.stop(ProtocolError(f"{what}:\n  {self.sites[site]}"))
+        self.scheduler.stop(ProtocolError(f"{what}:\n  {self.sites[site]}"))
 
     def access(self, parts: Parts, size: int, operation: str, *, write: bool) -> WordOperation | None:
         """Let the schedule switch ranks before a plain load or store, then check it; return a load of one word."""
-        task = self._scheduler.current
+        task = self.scheduler.current
         site = self.site(operation)
         scalar = len(parts) == 1 and parts[0][1].size == 1
         poll = self._operation(parts, site, ordered=False) if scalar and not write else None
-        self._scheduler.switch(task, site, poll)
+        self.scheduler.switch(task, site, poll)
         if poll is None:
-            self._scheduler.acted(task, write)
+            self.scheduler.acted(task, write)
         for region, part in parts:
             index = self._inside(region, part, size, site)
             if region.checked:
                 self._check(region, index, site, write=write, atomic=False)
         if not write:
-            self._scheduler.observe(task, lambda: b"".join(region.content(part, size) for region, part in parts))
+            self.scheduler.observe(task, lambda: b"".join(region.content(part, size) for region, part in parts))
         return poll
 
     def reading(self, *reads: tuple[Parts, int]) -> AbstractContextManager[None]:
@@ -131,25 +134,25 @@ class CheckedMemory:
         if self.older is None:
             return nullcontext()
         elements = [(region, region.elements(part, size)) for parts, size in reads for region, part in parts]
-        return self.older.shown(elements, self.clocks.knows[self._scheduler.current.chain])
+        return self.older.shown(elements, self.clocks.knows[self.scheduler.current.chain])
 
     def written(self, parts: Parts) -> None:
         """Report a finished store: ranks that poll a word which it changed look again."""
         for _, part in parts:
-            self._scheduler.changed(int(part.min()), int(part.max()))
+            self.scheduler.changed(int(part.min()), int(part.max()))
 
     def loaded(self, values: NDArray[Any]) -> None:
         """Report what a program has loaded from other memory."""
-        self._scheduler.observe(self._scheduler.current, lambda: numbers_of(values, self._place))
+        self.scheduler.observe(self.scheduler.current, lambda: numbers_of(values, self._place))
 
     def seen(self, result: object) -> None:
         """Report what an operation has told the current rank, other than in tensors."""
         if isinstance(result, bool | int | float | str | list):
-            self._scheduler.observe(self._scheduler.current, lambda: repr(result))
+            self.scheduler.observe(self.scheduler.current, lambda: repr(result))
 
     def polled(self, load: WordOperation) -> None:
         """Report a plain load of one word, which may be a poll."""
-        self._scheduler.polled(self._scheduler.current, load, load.read())
+        self.scheduler.polled(self.scheduler.current, load, load.read())
 
     def _operation(
         self, parts: Parts, site: int, *, ordered: bool, ends: Callable[[tuple[bytes, ...]], bool] | None = None
@@ -173,7 +176,7 @@ class CheckedMemory:
         return WordOperation(tuple(at for *_, at in places), words if checked else None, read, where, ends)
 
     def _check(self, region: Region, index: Indices, site: int, *, write: bool, atomic: bool) -> None:
-        task = self._scheduler.current
+        task = self.scheduler.current
         if self.older is not None and write:
             self.older.write(region, index, task.chain + atomic, self.clocks.time(task.chain + atomic))
         conflict = region.access(self.clocks, index, task.chain, site, write=write, atomic=atomic)
@@ -183,9 +186,7 @@ class CheckedMemory:
 
     def _race(self, region: Region, element: int, earlier: int, later: int, why: str) -> None:
         sites = f"\n  {self.sites[earlier]}\n  {self.sites[later]}"
-        self._scheduler.stop(
-            RaceError(f"race on {region.name(element)}: nothing orders these accesses{sites}\n  {why}")
-        )
+        self.scheduler.stop(RaceError(f"race on {region.name(element)}: nothing orders these accesses{sites}\n  {why}"))
 
     def atomic(
         self,
@@ -200,9 +201,9 @@ class CheckedMemory:
         perform() returns the result, the old and the new values of the words, and whether it stored each of them. ends:
         as in `WordOperation`.
         """
-        task, site = self._scheduler.current, self.site(operation)
+        task, site = self.scheduler.current, self.site(operation)
         ready = self._operation(parts, site, ordered=True, ends=ends)
-        self._scheduler.switch(task, site, ready)
+        self.scheduler.switch(task, site, ready)
         words: list[tuple[Region, int]] = []
         for region, part in parts:
             index = self._inside(region, part, region.step, site)
@@ -219,7 +220,7 @@ class CheckedMemory:
                 self._order(region, element, semantics, bool(done), site)
         changed = stored & (old != new)
         acted = stored & (changed | semantics.releases | (not semantics.modifies)) & semantics.writes
-        self._scheduler.performed(task, ready, values, changed, acted)
+        self.scheduler.performed(task, ready, values, changed, acted)
         return result
 
     def _order(self, region: Region, element: int, semantics: Semantics, stored: bool, site: int) -> None:
@@ -227,7 +228,7 @@ class CheckedMemory:
         line = self.sites[site].lines[0]
         self.clocks.atomic(
             Atomic(
-                self._scheduler.current.chain,
+                self.scheduler.current.chain,
                 word,
                 line,
                 releases=semantics.releases,
@@ -246,7 +247,7 @@ class CheckedMemory:
         Two operations on one word that are not otherwise ordered are atomic to each other, and order other accesses,
         only if the scopes of both include the two programs.
         """
-        task = self._scheduler.current
+        task = self.scheduler.current
         word = self.regions.index(region), element
         users = self._users.setdefault(word, {})
         ranks, lines = self._word_lines.setdefault(word, (set(), set()))

@@ -14,6 +14,7 @@ from tpfuse.explore.scheduler import GRID, PLACE, Task
 from tpfuse.explore.schedules import Schedule
 from tpfuse.explore.shadow import Region
 from tpfuse.explore.sites import actor, is_foreign, text_of
+from tpfuse.explore.streams import on_stream, stood_in
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ class ExploredRun:
         self._programs_left: dict[int, int] = {}  # rank -> programs of its grid that have not begun
         self.scheduler.on_stall, self.scheduler.describe = self._time_out, self._unbegun
         self.scheduler.wrap = self._failure
-        self.scheduler.snapshot = self.memory.clocks.snapshot
+        self.scheduler.snapshot, self.scheduler.state = self.memory.clocks.snapshot, self.memory.state
 
     def execute(self) -> BaseException | None:
         """Run all ranks until they end or one fails; return the first failure."""
         for rank in range(self.world):
             self.scheduler.spawn(rank, self.memory.clocks.new_chain(), self._live, (rank,))
-        self.scheduler.run()
+        with stood_in(self.memory):
+            self.scheduler.run()
         return self.scheduler.error
 
     def _live(self, task: Task) -> None:
@@ -80,11 +82,13 @@ class ExploredRun:
         wrapped.__cause__ = error
         return wrapped
 
+    @on_stream
     def launch(
         self, grid: Sequence[int], begin: Callable[[tuple[int, ...]], None], kernel: Callable[[], object]
     ) -> None:
         """Run a launch of the current rank. begin(index) makes a program the current one of the interpreter."""
         task = self.scheduler.current
+        task.lines = ()  # those of a graph are not the kernel's
         indices = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
         chains = [self.chain_of(task.stream, number) for number in range(len(indices))]
         self._programs_left[task.rank] = len(indices)
@@ -151,31 +155,11 @@ class ExploredRun:
             body = lambda task, chain=chain, index=index: live(task, chain, index)  # noqa: E731
             name = (*parent.name, launch, number)
             children.append(self.scheduler.spawn(parent.rank, parent.stream, body, name, parent))
+            children[-1].side = parent.side
             children[-1].held = "" if len(children) <= self.options.resident else PLACE
         parent.held = GRID
         self.scheduler.dispatch(parent)
         self.scheduler.joined([parent], children)
-
-    def beside(self, work: Callable[[], None], before: int | None) -> int:
-        """Run the current rank's work on a chain of its own, which is returned.
-
-        The work knows what the rank's stream knows, and what the work on the chain `before` knew. The stream does not
-        know the work until it joins the chain.
-        """
-        task, chain = self.scheduler.current, self.memory.clocks.new_chain()
-        stream = task.stream
-        for known in [stream] if before is None else [stream, before]:
-            self.memory.clocks.fork(known, chain)
-        task.stream = task.chain = chain
-        try:
-            work()
-        finally:
-            task.stream = task.chain = stream
-        return chain
-
-    def join(self, chain: int) -> None:
-        """Let the current rank's stream know what the work on a chain knew."""
-        self.memory.clocks.join(self.scheduler.current.stream, [chain])
 
     def _unbegun(self) -> str:
         waiting = [f"{left} of rank {rank}" for rank, left in self._programs_left.items() if left]

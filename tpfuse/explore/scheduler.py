@@ -47,9 +47,9 @@ class Task:
     name: identifies it in every run. held: the reason why it cannot continue by itself; empty if it can. watched: the
     words whose change it waits for; None if it does not wait for any. where: the description of the line at which it
     waits. lines: the source lines of a compiled kernel's operation; empty for an operation whose lines are on Python's
-    stack. threads: how many threads its program has. some_threads: whether only some of them act, up to the next
-    barrier (`inline_assembly`). emulated: returns the state of the PTX that it executes. tensors: its program's
-    arguments, with the addresses at which each begins and ends.
+    stack. side: the number of its stream. threads: how many threads its program has. some_threads: whether only some of
+    them act, up to the next barrier (`inline_assembly`). emulated: returns the state of the PTX that it executes.
+    tensors: its program's arguments, with the addresses at which each begins and ends.
     """
 
     def __init__(self, number: int, rank: int, stream: int, name: Name) -> None:
@@ -58,7 +58,7 @@ class Task:
         self.gate, self.done = threading.Semaphore(0), False
         self.held, self.where = "", ""
         self.lines: tuple[tuple[str, int], ...] = ()
-        self.threads, self.some_threads = 1, False
+        self.side, self.threads, self.some_threads = 0, 1, False
         self.emulated: Callable[[Place], Hashable] = lambda place: ()
         self.tensors: Sequence[tuple[Hashable, int, int]] = ()
         self.watched: frozenset[int] | None = None

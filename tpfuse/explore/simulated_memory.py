@@ -12,6 +12,7 @@ from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapp
 from tpfuse.explore.memory import HOST_SIGNAL, Semantics
 from tpfuse.explore.run import ExploredRun
 from tpfuse.explore.shadow import Region
+from tpfuse.explore.streams import Stream, StreamEvent, current_stream, here, on_stream, stream
 
 
 class SimulatedMemory(SymmetricMemory):
@@ -22,8 +23,8 @@ class SimulatedMemory(SymmetricMemory):
     if no rank can continue: then every rank's abort word is set, kernels return, and `wait_signal`, `barrier` and
     `guard` raise PeerTimeout, until all ranks call `reset`.
 
-    A program may set `has_second_stream`. Work that runs `beside` is done at once, but nothing orders its accesses
-    before those that follow on the rank's stream, until the stream has joined its end.
+    `signal`, `wait_signal` and `exchange` belong to the current stream of `tpfuse.explore.streams`. A program may set
+    `has_second_stream`: then work that runs `beside` is on another one.
     """
 
     backend = "simulated"
@@ -33,13 +34,14 @@ class SimulatedMemory(SymmetricMemory):
         self._run = run
         self._made: dict[str, int] = {}
         self._regions: dict[str, list[Region]] = {}
-        self._last_beside: int | None = None
+        self._second: Stream | None = None
 
     @property
     def abort(self) -> Tensor:
         return self._run.aborts[self.rank].tensor
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
+        here().check_wait(f"buffer {key!r}")
         generation = self._made[key] = self._made.get(key, 0) + 1
         parts = self._run.parts.get((key, generation))
         if parts is None:
@@ -60,10 +62,12 @@ class SimulatedMemory(SymmetricMemory):
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays, so that later accesses are reported
 
+    @on_stream
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
-        new = int(value)
+        new = int(value.clone().numpy()[0]) if isinstance(value, Tensor) else value  # the host does not wait for it
         self._run.memory.host_word("signal", self._word(flags, owner, index), index, HOST_SIGNAL, lambda old: new)
 
+    @on_stream
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
@@ -75,6 +79,7 @@ class SimulatedMemory(SymmetricMemory):
         done = lambda: ends(self._run.memory.host_word("wait_signal", region, index, ends=ends))  # noqa: E731
         self._repeat(done, op, peer)
 
+    @on_stream
     def exchange(
         self,
         flags: SymmetricBuffer,
@@ -101,6 +106,15 @@ class SimulatedMemory(SymmetricMemory):
         done = lambda: ends(self._run.memory.host_word(op, region, index, semantics, change, ends))  # noqa: E731
         self._repeat(done, op, peer)
 
+    @on_stream
+    def write_word(self, words: Tensor, index: int, value: int) -> None:
+        """Set a word of a tensor in symmetric memory, as `signal` does. Raise ValueError for another tensor."""
+        address = words.data_ptr() + 4 * index
+        parts = [x for x in self._run.memory.regions if x.base <= address < x.end and x.words.size]
+        if not parts:
+            raise ValueError(f"word {index} of a tensor: the explorer writes words of 32 bits in symmetric memory only")
+        self._run.memory.host_word("write", parts[0], (address - parts[0].base) // 4, HOST_SIGNAL, lambda old: value)
+
     def _repeat(self, done: Callable[[], bool], op: str, peer: int) -> None:
         while not done():
             if self._run.aborted(self.rank):
@@ -115,7 +129,20 @@ class SimulatedMemory(SymmetricMemory):
         self._check_abort(op)
         self._meet(op, joins=True)
 
+    @on_stream
+    def stream_barrier(self, op: str) -> None:
+        """Wait on the current stream until the same call on every rank, as `TorchHandle.barrier` does."""
+        self._check_abort(op)
+        self._arrive(op, joins=True)
+
     def _meet(self, what: str, *, joins: bool) -> None:
+        if joins:
+            here().host_waits(what)
+        self._arrive(what, joins=joins)
+        if joins:
+            here().host_waits(what, current_stream())
+
+    def _arrive(self, what: str, *, joins: bool) -> None:
         missing = self._run.meet(what if what == "barrier" else f"barrier {what!r}", joins=joins)
         if missing is not None:
             raise self._timeout(what, missing)
@@ -132,18 +159,19 @@ class SimulatedMemory(SymmetricMemory):
     def end_round(self, yielded: Any) -> None:
         """Come to the end of a round of a program that yields there; see `explore_all`."""
         epochs, rest = yielded if isinstance(yielded, tuple) else (yielded or 0, None)
-        stream = self._run.scheduler.current.stream
-        chains = [stream] if self._last_beside is None else [stream, self._last_beside]
-        self._run.end_round(epochs if isinstance(epochs, tuple) else (epochs,), rest, chains)
+        self._run.end_round(epochs if isinstance(epochs, tuple) else (epochs,), rest, here().chains())
 
     def beside(self, work: Callable[[], None]) -> object | None:
-        if not self.has_second_stream:
+        if not self.has_second_stream or current_stream().graph is not None:
             return None
-        self._last_beside = self._run.beside(work, self._last_beside)
-        return self._last_beside
+        self._second = self._second or Stream()
+        self._second.wait_stream(current_stream())
+        with stream(self._second):
+            work()
+        return self._second.record_event()
 
     def join(self, end: object) -> None:
-        self._run.join(cast(int, end))
+        current_stream().wait_event(cast(StreamEvent, end))
 
     def _check_abort(self, op: str) -> None:
         if self._run.aborted(self.rank):

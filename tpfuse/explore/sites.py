@@ -22,16 +22,21 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Site:
-    """An operation of one thread of control. lines: the innermost first, then its callers in the kernel or the rank."""
+    """An operation of one thread of control. lines: the innermost first, then its callers in the kernel or the rank.
+
+    stream: its number; 0 for the default stream of the rank.
+    """
 
     operation: str
     rank: int
     program: tuple[int, ...] | None
     lines: tuple[Line, ...]
+    stream: int = 0
 
     def __str__(self) -> str:
         callers = "".join(f"\n      called from {text_of(line)}" for line in self.lines[1:])
-        return f"{self.operation} by {actor(self.rank, self.program)} at {text_of(self.lines[0])}{callers}"
+        on = f" on stream {self.stream}" if self.stream else ""
+        return f"{self.operation}{on} by {actor(self.rank, self.program)} at {text_of(self.lines[0])}{callers}"
 
 
 def actor(rank: int, program: tuple[int, ...] | None) -> str:

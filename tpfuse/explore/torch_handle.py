@@ -68,7 +68,7 @@ class TorchHandle:
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for all ranks, which orders what they did before it before what follows it."""
-        self._memory.barrier(f"barrier of channel {channel}")
+        self._memory.stream_barrier(f"barrier of channel {channel}")
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Change a word of the destination from 0 to 1, with release semantics."""
@@ -79,6 +79,10 @@ class TorchHandle:
         """Change the word of the source back from 1 to 0, with acquire semantics."""
         index = channel * self.world_size + src_rank
         self._memory.exchange(self._pads, self.rank, index, 1, 0, releases=False, peer=src_rank, op="wait_signal")
+
+    def stream_write_value32(self, input: Tensor, offset: int, val: int) -> None:
+        """Write a word of a tensor in symmetric memory on the current stream, after all that the stream has done."""
+        self._memory.write_word(input, offset, val)
 
 
 def _part(buffer: SymmetricBuffer, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> Tensor:
