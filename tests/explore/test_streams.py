@@ -167,6 +167,49 @@ def test_faults_of_the_host_are_found(wrong: str) -> None:
         explore(partial(alternating, wrong=wrong, calls=calls), 2)
 
 
+def add_on(stream: Any, x: torch.Tensor) -> None:
+    with torch.cuda.stream(stream):
+        x.add_(1.0)
+
+
+def two_replays(x: torch.Tensor, other: Any, beside: bool = False) -> None:
+    """Replay a graph on two streams. beside: whether the stream that was captured has work that nothing orders."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        other.wait_stream(torch.cuda.current_stream())
+        add_on(other, x)
+        torch.cuda.current_stream().wait_stream(other)
+        add_on(torch.cuda.current_stream(), x)
+    if beside:
+        add_on(other, x)
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            graph.replay()
+
+
+def waits_of_the_host(x: torch.Tensor, other: Any) -> None:
+    """Use a tensor on two streams, an old one and a new one, after the host has waited for the other one's work."""
+    x.add_(1.0)
+    torch.cuda.synchronize()
+    add_on(other, x)
+    other.synchronize()
+    add_on(torch.cuda.Stream(), x)
+
+
+@pytest.mark.parametrize(
+    ("run", "race"), [(two_replays, False), (waits_of_the_host, False), (partial(two_replays, beside=True), True)]
+)
+def test_what_orders_two_streams(run: Any, race: bool) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        run(memory.buffer("x", (1,), torch.float32).local, torch.cuda.Stream())
+
+    if race:
+        with pytest.raises(ExploreError, match="race on x"):
+            explore_all(program, 1)
+    else:
+        assert explore_all(program, 1).exhausted
+
+
 def gather_by_copies(memory: SimulatedMemory, barrier: bool) -> None:
     """Copy the peers' shards on a stream, which says in words how far it is."""
     world, copies, out = memory.world, torch.cuda.Stream(), torch.zeros(N)
