@@ -55,10 +55,9 @@ def product(engines: bool, scatter: bool, memory: SimulatedMemory, x: Tensor) ->
     linear._copies = lambda: module._Copies(stream, memory.device)
     linear = linear.variant(engines=engines, other_tiles=False)
     if scatter:
-        call = lambda: linear.reduce_scatter(x, weight, None, None)  # noqa: E731
+        call = partial(linear.reduce_scatter, x, weight, None, None)
         return call, lambda xs: (torch.stack(xs).sum(0) @ weight.t()).chunk(memory.world)[memory.rank]
-    call = lambda: linear.all_gather(x, [weight], [None], None, False)[0][0]  # noqa: E731
-    return call, lambda xs: torch.cat(xs) @ weight.t()
+    return lambda: linear.all_gather(x, [weight], [None], None, False)[0][0], lambda xs: torch.cat(xs) @ weight.t()
 
 
 OPERATORS: dict[str, tuple[Callable[..., Operator], tuple[int, ...]]] = {
