@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ torch.use_deterministic_algorithms(True)
 set_threads(1)
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ranks inherit it and keep all tests' groups.
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; commands would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Most tests import no more. Each rank of a new pool would compute two seconds to import transformers and peft.
 ranks.PRELOADED += ["pytest", "tpfuse.train.trainer", "peft", "transformers.models.llama.modeling_llama"]

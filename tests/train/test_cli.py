@@ -675,7 +675,8 @@ def test_the_search_for_garbage_goes_on_after_an_import_of_torch(monkeypatch: py
     assert frozen == [False] and gc.isenabled()
 
 
-_INTERRUPTED = """
+_LOST = {
+    "in a callback while modules are imported": """
 import os, signal, weakref
 from tpfuse.train.child import quick_imports
 
@@ -687,11 +688,27 @@ with quick_imports():
     seen = weakref.ref(module, lambda _: os.kill(os.getpid(), signal.SIGINT))
     del module
 print("the signal was lost")
-"""
+""",
+    "while a generator is closed": """
+import os, signal
+from tpfuse import __main__, cli
+
+def numbers():
+    try:
+        yield 0
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+
+cli.run = lambda _: next(numbers())
+__main__.main()
+print("the signal was lost")
+""",
+}
 
 
-def test_ctrl_c_is_not_lost_in_a_callback_while_modules_are_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True)
+@pytest.mark.parametrize("program", _LOST.values(), ids=list(_LOST))
+def test_ctrl_c_is_not_lost_where_python_ignores_it(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "tpfuse: interrupted\n")
 
 

@@ -32,7 +32,7 @@ def quick_imports() -> Iterator[None]:
     in_main = threading.current_thread() is threading.main_thread()
     interruptible = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
-        signal.signal(signal.SIGINT, _interrupted)
+        signal.signal(signal.SIGINT, interrupted)
     gc.disable()
     try:
         yield
@@ -43,7 +43,8 @@ def quick_imports() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _interrupted(*_: object) -> None:
+def interrupted(*_: object) -> None:
+    """Say that Ctrl-C has ended this process, and end it at once."""
     os.write(2, b"tpfuse: interrupted\n")
     os._exit(130)
 
