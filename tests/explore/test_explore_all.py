@@ -430,12 +430,15 @@ def test_a_program_begins_when_any_other_has_ended() -> None:
     assert found == {1, 2, 3}
 
 
-def test_addresses_past_the_end_of_a_tensor_are_the_same_in_every_run() -> None:
-    named = set()
-    for base in (1 << 30, 1 << 31):
-        addresses = np.array([base + 4, base + 8], np.uint64)
-        named.add(numbers_of(addresses, lambda x, base=base: ("out", base) if base <= x < base + 8 else None))
-    assert named == {(("out", 4), ("out", 8))}
+def test_addresses_are_the_same_in_every_run() -> None:
+    """Also those past the end of a tensor, and many of two tensors."""
+    few, many = set(), set()
+    for box, out in ((1 << 30, 1 << 31), (1 << 32, 1 << 29)):
+        places = ("box", box, box + 400), ("out", out, out + 8)
+        place = lambda x, places=places: next((y for y in places if y[1] <= x < y[2]), None)  # noqa: E731
+        few.add(numbers_of(np.array([out + 4, out + 8], np.uint64), place))
+        many.add(numbers_of(np.array([out - 4, out, *range(box, box + 404, 4)], np.uint64), place))
+    assert few == {(("out", 4), ("out", 8))} and len(many) == 1
 
 
 # Programs of rounds

@@ -6,15 +6,17 @@ The definitions are those of NVIDIA's PTX ISA 8.7, chapter "Instruction Set".
 import itertools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from tpfuse.explore import RaceError, Sequential, explore
+from tpfuse.explore import ProtocolError, RaceError, Report, Sequential, explore, explore_all
 from tpfuse.explore.ptx import (
     Divergence,
     GlobalRace,
@@ -608,6 +610,7 @@ def test_an_access_must_be_inside_a_buffer_to_its_end(given: torch.Tensor | None
         kernel("ld.global.b32 %r1, [%d0+4];").run((1,), [given])
 
 
+SEQUENTIAL = partial(explore, schedules=[Sequential()])
 SEND = """
   mad.wide.u32 %d2, %r0, 4, %d0;
   st.global.b32 [%d2], %r0;
@@ -624,10 +627,10 @@ RECEIVE = (
 )
 
 
-def received(send: str, receive: str) -> list[int]:
-    """Return what rank 0 receives of rank 1, which sends when rank 0 waits."""
-    sends, receives = kernel(send, inputs=2, threads=64), kernel(receive, inputs=3, threads=64, shared=256)
-    out, running = torch.zeros(64, dtype=torch.int32), []
+def received(send: str, receive: str, search: Callable[..., Report] = SEQUENTIAL) -> tuple[list[list[int]], Report]:
+    """Return what rank 0 receives of rank 1 in each run, by default if that sends when rank 0 waits, and the report."""
+    sends, receives = kernel(send, inputs=2, threads=64), kernel(receive, inputs=3, threads=64, shared=512)
+    outs, numbers, running = list[Tensor](), [], []
 
     @contextmanager
     def launches() -> Iterator[Any]:
@@ -638,15 +641,17 @@ def received(send: str, receive: str) -> list[int]:
         if memory.rank == 1:
             ranks.launch(running[-1], sends, (1,), [data.peers[0], flags.peers[0]])
         else:
-            ranks.launch(running[-1], receives, (1,), [data.local, flags.local, out])
+            outs.append(torch.zeros(64, dtype=torch.int32))  # at another address in each run
+            ranks.launch(running[-1], receives, (1,), [data.local, flags.local, outs[-1]])
+            numbers.append(outs[-1].tolist())
 
-    explore(program, 2, schedules=[Sequential()], launches=launches)
-    return list(out.tolist())
+    report = search(program, 2, launches=launches)
+    return numbers, report
 
 
 def test_a_copy_may_read_a_peers_data_before_its_wait() -> None:
     """Both when it begins and when it is waited for, the data must be there, and nobody may change them."""
-    assert received(SEND, RECEIVE) == [thread ^ 32 for thread in range(64)]
+    assert received(SEND, RECEIVE)[0] == [[thread ^ 32 for thread in range(64)]]
     with pytest.raises(RaceError, match="nothing orders these accesses"):
         received(SEND, RECEIVE.replace(BEGIN, "").replace("wait:", f"{BEGIN}wait:"))
 
@@ -655,9 +660,55 @@ def test_a_swap_of_a_number_for_the_same_releases() -> None:
     """A compare-and-swap that succeeds is a write whichever number it stores."""
     swap = "@%p1 st.relaxed.sys.global.b32 [%d1], 1;\n@%p1 atom.global.sys.release.cas.b32 %r1, [%d1], {}, 1;"
     send = SEND[: SEND.rindex("@%p1")] + swap
-    assert received(send.format(1), RECEIVE) == [thread ^ 32 for thread in range(64)]
+    assert received(send.format(1), RECEIVE)[0] == [[thread ^ 32 for thread in range(64)]]
     with pytest.raises(RaceError, match="nothing orders these accesses"):
         received(send.format(2), RECEIVE)
+
+
+ANOTHER = "@%p1 atom.global.sys.release.exch.b32 %r1, [%d1], {};\n"
+# Thread 0 waits twice for the word to be at least 1, and tells the others by shared memory. There they keep their
+# numbers, and also what it has found first.
+POLL = """
+{0}:
+  mov.b32 %r5, 0;
+  @%p2 atom.global.sys.acquire.add.u32 %r5, [%d1], 0;
+  @%p2 st.shared.b32 [%r2], %r5;
+  bar.sync 0;
+  ld.shared.b32 %r6, [%r2];
+  bar.sync 0;
+  setp.lt.s32 %p1, %r6, 1;
+  @%p1 bra {0};
+"""
+TELL = f"""{SHARED}
+  st.shared.b32 [%r3+256], %r0;
+  setp.eq.s32 %p2, %r0, 0;
+{POLL.format("one")}{POLL.format("two")}
+  mad.wide.u32 %d3, %r0, 4, %d0;
+  ld.global.b32 %r7, [%d3];
+  ld.shared.b32 %r8, [%r4+256];
+  add.s32 %r7, %r7, %r8;
+  mad.wide.u32 %d3, %r0, 4, %d2;
+  st.global.b32 [%d3], %r7;
+"""
+KEEP = TELL.replace("two:", "@%p2 st.shared.b32 [%r2+4], %r6;\ntwo:").replace(
+    "add.s32 %r7, %r7, %r8;", "add.s32 %r7, %r7, %r8;\nld.shared.b32 %r8, [%r2+4];\nmad.lo.s32 %r7, %r8, 100, %r7;"
+)
+AGAIN = "@%p2 atom.global.sys.acquire.add.u32 %r5, [%d1], 0;\nld.shared.b32 %r6, [%r2];"
+
+
+@pytest.mark.parametrize(
+    ("body", "executions", "first"), [(TELL, 3, [32]), (KEEP, 6, [132, 232, 332])], ids=["left", "kept"]
+)
+def test_all_executions_of_compiled_kernels_are_run(body: str, executions: int, first: list[int]) -> None:
+    """What a poll leaves in shared memory counts only where it is read later on."""
+    found, report = received(SEND + ANOTHER.format(2) + ANOTHER.format(3), body, explore_all)
+    assert sorted({x[0] for x in found}) == first
+    assert str(report) == f"2 ranks, {executions} executions, all of them: no fault"
+
+
+def test_a_kernel_that_reads_shared_memory_again_after_a_word_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="shared memory is read before and after a word"):
+        received(SEND, TELL + AGAIN, explore_all)
 
 
 def test_atomic_operations_follow_one_another() -> None:

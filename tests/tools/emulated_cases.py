@@ -10,7 +10,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ import triton.language as tl
 import tutorial_kernels
 from torch import Tensor
 
-from tpfuse.explore import ExploreError, Sequential, SimulatedMemory, explore
+from tpfuse.explore import ExploreError, Sequential, SimulatedMemory, explore, explore_all
 from tpfuse.explore.ptx import Kernel, PtxError, compiled, launches
 from tpfuse.kernels.activations import activate, activation_gradient
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.testing.compare import evaluate
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import emulated, operators, verify
-from tpfuse.tools.rank_programs import PROGRAMS, TINY, iterate
+from tpfuse.tools.rank_programs import PROGRAMS, TINY, VARIANTS, iterate
 
 FAMILY = sys.argv[1]
 
@@ -61,6 +61,22 @@ def program(name: str, world: int, dtype: str, rounds: int) -> str:
     except ExploreError as error:
         return str(error)
     return ""
+
+
+def every_execution(name: str) -> str:
+    """Run all executions of three rounds of a program on two ranks, and return the report or the fault."""
+    sizes = replace(TINY, shard=4096)  # whole blocks, whose addresses are in tensors and so the same in every run
+
+    def run(memory: SimulatedMemory) -> Iterator[int]:
+        work = PROGRAMS[name](memory, sizes)
+        for variant in range(VARIANTS):
+            work.check(variant, work.run(variant))
+            yield variant
+
+    try:
+        return str(explore_all(run, 2, seconds=900, launches=partial(emulated.emulated, FAMILY)))
+    except ExploreError as error:
+        return str(error)
 
 
 def tutorials() -> str:

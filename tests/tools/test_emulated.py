@@ -135,6 +135,15 @@ def test_protocols_hold_in_compiled_form(family: str, world: int, dtype: str) ->
     assert dict(zip(works, results(*works, family=family), strict=True)) == dict.fromkeys(works, "")
 
 
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_protocols_hold_in_every_execution_of_their_compiled_form(name: str) -> None:
+    (report,) = results(("every_execution", name))
+    print(f"{name}: {report}")
+    assert re.fullmatch(r"2 ranks, \d+ executions?, all of them.*: no fault", report), report
+
+
 DRAINED = "after its last loop the kernel does not use these places again"
 OWN = "what is used next was used by nobody, by the same thread, or before another barrier"
 JOINED = "the copies join the next group, for which the same wait waits"

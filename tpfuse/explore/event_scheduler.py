@@ -96,9 +96,9 @@ class EventScheduler(Scheduler):
                 thread.seen = hash((unknown[1], effect))
 
     def _arrive(self, task: Task, site: int, operation: WordOperation) -> None:
-        thread, state = self._threads[task], self.state()
         if operation.words is None:
             return
+        thread, state = self._threads[task], self.state()
         if state is not None and (visit := thread.visits.get((site, state))) is not None:
             self._go_round(task, visit)
         if operation.words or thread.waits:

@@ -139,6 +139,7 @@ def explore_all(
     timeouts: bool = False,
     barrier_rule: bool = True,
     max_steps: int = 200_000,
+    launches: Launches = interpreted,
 ) -> Report:
     """Run every execution of `program(memory)` on ranks 0 to world - 1, one for each order of operations that matters.
 
@@ -159,7 +160,7 @@ def explore_all(
     _check_world(world)
     options = RunOptions(resident, timeouts, barrier_rule=barrier_rule, max_steps=max_steps)
     end = time.monotonic() + seconds
-    with _exploring(interpreted) as enter:
+    with _exploring(launches) as enter:
         execute = partial(_execute, program, world, options=options, enter=enter)
         try:
             return _all_executions(Reduction(in_rounds=True), world, execute, end)

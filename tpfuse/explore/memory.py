@@ -77,12 +77,10 @@ class CheckedMemory:
         emulated = None if task.program is None else task.emulated(self._place)
         return None if emulated is None else (state_here(self._roots, self._place), task.some_threads, emulated)
 
-    def _place(self, address: int) -> tuple[Hashable, int] | None:
+    def _place(self, address: int) -> tuple[Hashable, int, int] | None:
         regions = ((x.identity, x.low, x.high) for x in self.regions)
-        for name, low, high in (*self.scheduler.current.tensors, *regions):
-            if low <= address < high:
-                return name, low
-        return None
+        places = (*self.scheduler.current.tensors, *regions)
+        return next((place for place in places if place[1] <= address < place[2]), None)
 
     def line_of(self, site: int) -> str:
         """Return "file:line: text" of the site with this number."""

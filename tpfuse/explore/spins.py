@@ -24,8 +24,8 @@ _LEAVES = ("RETURN", "RAISE", "RERAISE")
 _SMALL = 64  # elements that are compared as numbers, whatever their type
 
 
-# Returns, for an address, the name of the memory there, which is the same in every run, and where it begins; or None.
-Place = Callable[[int], tuple[Hashable, int] | None]
+# Returns, for an address, the name of the memory there, which is the same in every run, and where it begins and ends.
+Place = Callable[[int], tuple[Hashable, int, int] | None]
 _LOWEST = 1 << 20  # no tensor has an address below
 
 
@@ -88,11 +88,26 @@ def numbers_of(x: np.ndarray[Any, Any], place: Place) -> Hashable:
     if x.dtype.itemsize == 8 and x.dtype.kind in "iu" and x.size and int(x.max()) > _LOWEST:
         if x.size <= _SMALL:
             return tuple(_named(x.ravel().tolist(), place))
-        if (found := place(int(x.flat[0]))) is not None:
-            return found[0], x.shape, (x.astype(np.int64) - found[1]).tobytes()
+        return x.shape, _by_memory(x.ravel().astype(np.int64), place)
     if x.size <= _SMALL:
         return x.item() if x.size == 1 else tuple(x.ravel().tolist())
     return x.shape, x.tobytes()
+
+
+def _by_memory(addresses: np.ndarray[Any, Any], place: Place) -> Hashable:
+    """Return what identifies many addresses; one at no place is past the end of the one before."""
+    inside, names, lows = np.full(addresses.size, -1), list[Hashable](), list[int]()
+    while (found := next(filter(None, map(place, addresses[inside < 0].tolist())), None)) is not None:
+        name, low, high = found
+        inside[(addresses >= low) & (addresses < high)] = len(names)
+        names.append(name)
+        lows.append(low)
+    if not names:
+        return addresses.tobytes()
+    known = np.flatnonzero(inside >= 0)
+    before = np.searchsorted(known, np.arange(addresses.size), side="right") - 1
+    inside = inside[known[np.maximum(before, 0)]]
+    return tuple(names), inside.tobytes(), (addresses - np.array(lows)[inside]).tobytes()
 
 
 def _named(addresses: list[int], place: Place) -> Iterator[Hashable]:

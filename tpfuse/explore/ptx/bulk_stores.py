@@ -49,7 +49,7 @@ class BulkStores:
     """The bulk stores of a program that have not ended."""
 
     def __init__(self, threads: int) -> None:
-        self._running: list[BulkStore] = []
+        self.running: list[BulkStore] = []
         self._committed = np.zeros(threads, np.int64)  # groups of each thread
 
     def begin(self, p: StoringProgram, thread: int, source: Array, target: Tile) -> None:
@@ -58,7 +58,7 @@ class BulkStores:
         p.shared.begin_read(source, [warp])
         number = p.memory.begin_copy(target.addresses, warp, target.element)
         access = p.global_order.begin_copy(target.addresses, warp, target.element, p.at, writes=True)
-        self._running.append(BulkStore(number, thread, warp, int(self._committed[thread]), source, target, access))
+        self.running.append(BulkStore(number, thread, warp, int(self._committed[thread]), source, target, access))
 
     def commit(self, threads: Array) -> None:
         """Let the stores that threads have begun since their last group be their next group."""
@@ -66,7 +66,7 @@ class BulkStores:
 
     def wait(self, p: StoringProgram, threads: Array, left: int, *, reads: bool) -> None:
         """End the stores of threads but for their last `left` groups. reads: end their reads alone."""
-        due = [x for x in self._running if x.thread in threads and x.group < self._committed[x.thread] - left]
+        due = [x for x in self.running if x.thread in threads and x.group < self._committed[x.thread] - left]
         for x in due:
             if x.values is None:
                 x.values = p.shared.end_read(x.source, [x.warp])
@@ -75,10 +75,10 @@ class BulkStores:
 
     def end(self, p: StoringProgram) -> None:
         """End all stores with the program. Raise SharedRace if the source of one was not read before."""
-        for x in self._running:
+        for x in self.running:
             if x.values is None:
                 raise SharedRace("the program ends before this store has read shared memory", at=x.access.at)
-        self._write(p, [*self._running])
+        self._write(p, [*self.running])
 
     def _write(self, p: StoringProgram, stores: list[BulkStore]) -> None:
         waiting = p.at
@@ -87,5 +87,5 @@ class BulkStores:
             x.target.store(p.memory, x.values)
             p.memory.end_store(x.number, x.target.addresses, x.warp)
             p.global_order.end_store(x.access)
-            self._running.remove(x)
+            self.running.remove(x)
         p.at = waiting

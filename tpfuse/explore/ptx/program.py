@@ -176,11 +176,13 @@ class Program:
         return self._instructions[self.at].source
 
     def state(self, live: Sequence[Sequence[int]], place: Place) -> Hashable:
-        """Return what identifies the state before the present instruction: where threads are, and registers that count.
+        """Return what identifies the state before the present instruction; None while something runs asynchronously.
 
-        live: for each instruction the slots that count before it. It knows nothing of shared memory and of what
-        runs asynchronously.
+        It says where threads are, which registers that count they have, and what is in shared memory. live: for each
+        instruction the slots that count before it.
         """
+        if self._copies or self.products.running or self.mbarriers or self.bulk_stores.running or self._parked:
+            return None
         there = [(-1, self.at, self.active())]
         for barrier, groups in ((-1, self._groups), *self._waiting.items()):
             for number in sorted(groups):
@@ -191,7 +193,8 @@ class Program:
             numbers = np.flatnonzero(threads)
             return [numbers_of(self.values_of(self.registers[slot], numbers), place) for slot in live[at]]
 
-        return tuple((barrier, at, threads.tobytes(), *values(at, threads)) for barrier, at, threads in there)
+        states = ((barrier, at, threads.tobytes(), *values(at, threads)) for barrier, at, threads in there)
+        return self.shared.content(), *states
 
     def active(self) -> Mask:
         """Return which threads execute the present instruction."""

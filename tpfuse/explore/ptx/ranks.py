@@ -29,10 +29,11 @@ def launch(
     given, sizes = kernel.bind(arguments), (*grid, 1, 1)[:3]
     tensors = [Buffer.of(name, x) for name, x in kernel.tensors(arguments)]
     tensors += [Buffer.of("a table of addresses", x) for x in run.tables]
+    named = [(number, x.base, x.base + x.size) for number, x in enumerate(tensors)]
     regions = [Buffer(f"{x.key} of rank {x.rank}", x.base, x.end - x.base) for x in run.memory.regions]
 
     def execute() -> None:
-        program = run.scheduler.current.program
+        program, run.scheduler.current.tensors = run.scheduler.current.program, named
         assert program is not None
         memory = ExploredGlobalMemory(run, [*tensors, *regions], kernel)
         kernel.run_program(program, sizes, given, memory, seed=seed)

@@ -11,12 +11,13 @@ vector of times says for each warp up to when in shared memory, and a third one 
 """
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tpfuse.explore.ptx.faults import MemoryFault, SharedRace
+from tpfuse.explore.ptx.faults import MemoryFault, SharedRace, Unsupported
 from tpfuse.explore.ptx.parser import SHARED_BASE
 
 Array = NDArray[Any]
@@ -42,12 +43,15 @@ class CheckedSharedMemory:
         self._writer, self._written, self._wrote, self._reading = np.zeros((4, padded // granule), np.int32)
         self._read = np.zeros((padded // granule, warps), np.int32)
         self._copying = np.zeros(padded // granule, bool)
+        # Whether nothing was written there since the last read, and whether a state was compared without it since then
+        self._used, self._left_out = np.ones(padded // granule, bool), np.zeros(padded // granule, bool)
 
     def load(self, addresses: Array, warps: Any, dtype: Any, count: int) -> Array:
         """Return [accesses, count] numbers of a type."""
         index, granules, warps = self._places(addresses, warps, np.dtype(dtype).itemsize * count)
         self._check_read(granules, warps, "read")
         self._read[granules, warps] = self._knows[warps, warps]
+        self._used[granules] = True
         return self._rows(dtype, count)[index]
 
     def store(self, addresses: Array, warps: Any, values: Array) -> None:
@@ -94,6 +98,7 @@ class CheckedSharedMemory:
         """End such reads: other warps may write there after a barrier. Return the bytes [*chunks, 16]."""
         index, granules, together = self._places(chunks.ravel(), np.array(warps)[:, None], 16)
         self._reading[granules] -= 1
+        self._used[granules] = True
         self._read[granules, together] = self._knows[together, together]
         return self._rows(np.uint8, 16)[index].reshape(*chunks.shape, 16)
 
@@ -129,6 +134,15 @@ class CheckedSharedMemory:
         """Return whether a warp has seen what others have released."""
         return bool((self._knows[warp] >= clocks[0]).all())
 
+    def content(self) -> bytes:
+        """Return a digest of what may be read from here on: whatever was not read since it was written.
+
+        To read anything else raises Unsupported from now on, so that the digest is right for all that follows.
+        """
+        self._left_out |= self._used
+        kept = np.where(self._used.repeat(self._granule), np.uint8(0), self._bytes)
+        return blake2b(kept.tobytes()).digest()
+
     def barrier(self, warps: Sequence[int]) -> None:
         """Order everything that these warps have done before everything that they do afterwards."""
         rows = list(warps)
@@ -154,6 +168,8 @@ class CheckedSharedMemory:
 
     def _check_read(self, granules: Array, warps: Array, what: str, *, proxy: bool = False) -> None:
         self._refuse(self._written[granules] == 0, granules, warps, f"{what}, but nothing has been written there")
+        if self._left_out[granules].any():
+            raise Unsupported("shared memory is read before and after a word that the explorer orders")
         self._check_order(granules, warps, what, proxy)
 
     def _check_write(self, granules: Array, warps: Array, *, proxy: bool = False) -> None:
@@ -178,6 +194,7 @@ class CheckedSharedMemory:
         self._writer[granules] = warps
         self._written[granules] = self._knows[warps, warps]
         self._wrote[granules] = self.site
+        self._used[granules] = self._left_out[granules] = False
 
     def _refuse(self, bad: Array, granules: Array, warps: Array, what: str) -> None:
         """Raise SharedRace with the first bad access, if there is one. what: {} stands for the last writer."""
