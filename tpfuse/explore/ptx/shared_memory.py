@@ -169,7 +169,7 @@ class CheckedSharedMemory:
     def _check_read(self, granules: Array, warps: Array, what: str, *, proxy: bool = False) -> None:
         self._refuse(self._written[granules] == 0, granules, warps, f"{what}, but nothing has been written there")
         if self._left_out[granules].any():
-            raise Unsupported("shared memory is read before and after a word that the explorer orders")
+            raise Unsupported("explore_all: shared memory is read before and after an operation on a word: use explore")
         self._check_order(granules, warps, what, proxy)
 
     def _check_write(self, granules: Array, warps: Array, *, proxy: bool = False) -> None:
