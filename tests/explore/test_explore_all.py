@@ -236,6 +236,25 @@ def test_random_programs_have_the_outcomes_of_all_interleavings(first: int) -> N
     assert count // 4 < faults < count and merged < 0.9 * classes
 
 
+SIGNALS = tuple(("signal", 0, value) for value in range(1, 9))
+# Programs for which parts of the reduction are there, and the number of their merged executions
+CHOSEN = {
+    "a thread that wants to run, but only after another": (
+        ((("signal", 1, 1),), (("signal", 0, 1), ("look", 1, 0)), (("look", 1, 0),), (("signal", 0, 2),)), 8,
+    ),
+    "a wait that an earlier value ends": (((("get", 1, 0),), (("put", 1, 0),), (("get", 1, 0),)), 2),
+    "values that come one after another": ((SIGNALS, (("wait", 0, 1),)), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "merged"), CHOSEN.values(), ids=list(CHOSEN))
+def test_chosen_programs_have_the_outcomes_of_all_interleavings(ranks: Any, merged: int) -> None:
+    program = Program(ranks)
+    expected, fewer = modelled(program), explored(program, True)
+    assert explored(program, False) == expected
+    assert fewer == expected._replace(classes=merged)
+
+
 # Kernels
 
 
@@ -509,6 +528,38 @@ def test_the_orders_of_a_round_are_not_multiplied_by_those_of_other_rounds() -> 
     report = explore_all(program, 3)
     assert report.grows == "" and len(report.schedules) == 1 + 5 + 5, "the states after two rounds are those after one"
     assert {(epoch, rank, old) for epoch in (1, 2) for rank in range(3) for old in range(3)} <= found
+
+
+def look_at(memory: Any, index: int, least: int | None = None) -> None:
+    """Read a word of rank 0 and acquire what it has; or wait until it is at least so much, and acquire nothing."""
+    words, word = memory._run.memory, memory._word(memory.signals("flags", 3), 0, 0)
+    if least is None:
+        words.host_word("look", word, index, HOST_WAIT)
+        return
+    there = lambda value: value >= least  # noqa: E731
+    memory._repeat(lambda: there(words.host_word("wait", word, index, RELAXED, ends=there)), "test", 0)
+
+
+def test_which_accesses_a_rank_does_not_know_is_a_part_of_the_state() -> None:
+    """Rank 1 may acquire what rank 0 writes in a round there or in the next one, and races only if it does neither."""
+
+    def program(memory: Any) -> Iterator[tuple[int, int]]:
+        flags, box = memory.signals("flags", 3), memory.buffer("box", (2,), torch.float32)
+        for epoch in range(1, 6):
+            half = epoch % 2
+            if memory.rank == 0:
+                memory.wait_signal(flags, 0, 2, epoch - 1, op="test")
+                box.peers[0][half] = 1.0
+                memory.signal(flags, 0, half, epoch)
+            else:
+                look_at(memory, half)
+                box.peers[0][1 - half].item()
+                look_at(memory, half, least=epoch)
+                memory.signal(flags, 0, 2, epoch)
+            yield epoch, half
+
+    with pytest.raises(RaceError, match="race on box"):
+        explore_all(program, 2)
 
 
 @pytest.mark.parametrize("kind", ["both change", "in one of two executions", "waits for the next round"])

@@ -707,7 +707,7 @@ def test_all_executions_of_compiled_kernels_are_run(body: str, executions: int, 
 
 
 def test_a_kernel_that_reads_shared_memory_again_after_a_word_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="explore_all: shared memory is read before and after .*: use explore"):
+    with pytest.raises(ProtocolError, match=r"explore_all: shared memory is read before and after .*: use explore"):
         received(SEND, TELL + AGAIN, explore_all)
 
 
