@@ -93,11 +93,12 @@ def surviving(
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
     run: Callable[..., Report] = explore_all if options.get("schedules") is None else explore
+    few: dict[str, Any] = {"seconds": 5.0}  # executions, of which the steps and the shared lines are needed alone
     if run is explore:
-        options["schedules"] = list(options["schedules"])
+        options["schedules"], few = list(options["schedules"]), {}
     if unchanged is None:
         with fresh(modules) as copies:
-            unchanged = run(program_of(*copies), world, **options)
+            unchanged = run(program_of(*copies), world, **options | few)
     shared = {(original_file(file), line) for file, line in unchanged.shared_lines}
     options = {"max_steps": 20 * max(unchanged.steps) + 1000} | options
     briefly, survivors = copy_context(), []
