@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -449,12 +450,15 @@ def test_a_program_begins_when_any_other_has_ended() -> None:
     assert found == {1, 2, 3}
 
 
+def _place_among(places: list[tuple[str, int, int]], address: int) -> tuple[str, int, int] | None:
+    return next((place for place in places if place[1] <= address < place[2]), None)
+
+
 def test_addresses_are_the_same_in_every_run() -> None:
     """Also those past the end of a tensor, and many of two tensors."""
     few, many = set(), set()
     for box, out in ((1 << 30, 1 << 31), (1 << 32, 1 << 29)):
-        places = ("box", box, box + 400), ("out", out, out + 8)
-        place = lambda x, places=places: next((y for y in places if y[1] <= x < y[2]), None)  # noqa: E731
+        place = partial(_place_among, [("box", box, box + 400), ("out", out, out + 8)])
         few.add(numbers_of(np.array([out + 4, out + 8], np.uint64), place))
         many.add(numbers_of(np.array([out - 4, out, *range(box, box + 404, 4)], np.uint64), place))
     assert few == {(("out", 4), ("out", 8))} and len(many) == 1
@@ -536,7 +540,10 @@ def look_at(memory: Any, index: int, least: int | None = None) -> None:
     if least is None:
         words.host_word("look", word, index, HOST_WAIT)
         return
-    there = lambda value: value >= least  # noqa: E731
+
+    def there(value: int) -> bool:
+        return value >= least
+
     memory._repeat(lambda: there(words.host_word("wait", word, index, RELAXED, ends=there)), "test", 0)
 
 

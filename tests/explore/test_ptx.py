@@ -700,7 +700,7 @@ AGAIN = "@%p2 atom.global.sys.acquire.add.u32 %r5, [%d1], 0;\nld.shared.b32 %r6,
     ("body", "executions", "first"), [(TELL, 3, [32]), (KEEP, 6, [132, 232, 332])], ids=["left", "kept"]
 )
 def test_all_executions_of_compiled_kernels_are_run(body: str, executions: int, first: list[int]) -> None:
-    """What a poll leaves in shared memory counts only where it is read later on."""
+    """The value that a poll leaves in shared memory counts only where it is read later on."""
     found, report = received(SEND + ANOTHER.format(2) + ANOTHER.format(3), body, explore_all)
     assert sorted({x[0] for x in found}) == first
     assert str(report) == f"2 ranks, {executions} executions, all of them: no fault"

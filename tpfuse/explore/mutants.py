@@ -93,12 +93,13 @@ def surviving(
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
     run: Callable[..., Report] = explore_all if options.get("schedules") is None else explore
-    few: dict[str, Any] = {"seconds": 5.0}  # executions, of which the steps and the shared lines are needed alone
     if run is explore:
-        options["schedules"], few = list(options["schedules"]), {}
+        options["schedules"] = list(options["schedules"])
     if unchanged is None:
+        # A few executions have the steps and the shared lines, which is all that is needed of it.
+        few: dict[str, Any] = {"seconds": 5.0} if run is explore_all else {}
         with fresh(modules) as copies:
-            unchanged = run(program_of(*copies), world, **options | few)
+            unchanged = run(program_of(*copies), world, **few | options)
     shared = {(original_file(file), line) for file, line in unchanged.shared_lines}
     options = {"max_steps": 20 * max(unchanged.steps) + 1000} | options
     briefly, survivors = copy_context(), []

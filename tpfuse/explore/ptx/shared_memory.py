@@ -43,7 +43,7 @@ class CheckedSharedMemory:
         self._writer, self._written, self._wrote, self._reading = np.zeros((4, padded // granule), np.int32)
         self._read = np.zeros((padded // granule, warps), np.int32)
         self._copying = np.zeros(padded // granule, bool)
-        # Whether nothing was written there since the last read, and whether a state was compared without it since then
+        # `_used` says where nothing was written since the last read, `_left_out` where a digest has left that out.
         self._used, self._left_out = np.ones(padded // granule, bool), np.zeros(padded // granule, bool)
 
     def load(self, addresses: Array, warps: Any, dtype: Any, count: int) -> Array:
