@@ -2,7 +2,8 @@
 
 Every rank has its own flat buffer of gradients in symmetric memory, of one size and dtype, and owns the elements
 [start, start + m) of the sum, which no other rank owns (ZeRO, arXiv:1910.02054). It reads these elements in place, each
-once, rank 0 first, and sums in float32: nothing is staged, and the result does not depend on the owner. The sum may
+once, and sums in float32 along a binary tree of the addresses, whose order all ranks share (`tpfuse.comm.sum_order`):
+nothing is staged, and the result does not depend on the owner. The sum may
 overwrite the rank's own gradients: no other rank reads those.
 
 There is one round of signals, at the beginning: program p waits until program p of every rank has started, which
@@ -37,12 +38,27 @@ def shard_pointer(addresses_ptr, peer, start, dtype: tl.constexpr):
 
 
 @triton.jit
-def sum_over_ranks(addresses_ptr, start, offs, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
-    """Return the sum of elements start + offs of all ranks' flat buffers in float32, rank 0 first; 0 where masked."""
-    total = tl.load(shard_pointer(addresses_ptr, 0, start, dtype) + offs, mask=mask, other=0.0).to(tl.float32)
-    for source in tl.static_range(1, WORLD):
-        source_ptr = shard_pointer(addresses_ptr, source, start, dtype)
-        total += tl.load(source_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+def sum_over_ranks(
+    addresses_ptr,
+    start,
+    offs,
+    mask,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+    SIZE: tl.constexpr = 4096,
+):
+    """Return the sum of elements start + offs of all ranks' flat buffers in float32, along a tree; 0 where masked.
+
+    FIRST, SIZE: the subtree of these addresses; a power of two, of which the tree may lack the last ones.
+    """
+    if SIZE == 1:
+        total = tl.load(shard_pointer(addresses_ptr, FIRST, start, dtype) + offs, mask=mask, other=0.0).to(tl.float32)
+    else:
+        HALF: tl.constexpr = SIZE // 2
+        total = sum_over_ranks(addresses_ptr, start, offs, mask, dtype, WORLD, FIRST, HALF)
+        if FIRST + HALF < WORLD:
+            total += sum_over_ranks(addresses_ptr, start, offs, mask, dtype, WORLD, FIRST + HALF, HALF)
     return total
 
 

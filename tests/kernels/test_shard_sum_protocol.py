@@ -73,8 +73,8 @@ class TestShardSum(ProtocolSuite):
     faults = (
         Fault("the epoch before will do", replace(KERNEL, "epoch", by="epoch - 1", call="barrier")),
         Fault("another rank's shard", replace(KERNEL, "start", by="0", call="sum_over_ranks")),
-        Fault("one rank's gradients for all", replace(SUM, "source", by="0", call="shard_pointer")),
-        Fault("a rank is left out", replace(SUM, "WORLD", by="WORLD - 1", call="static_range")),
+        Fault("one rank's gradients for all", replace(SUM, "FIRST", by="0", call="shard_pointer")),
+        Fault("a rank is left out", replace(SUM, "FIRST + HALF < WORLD", by="FIRST + HALF < WORLD - 1")),
         Fault("a shard that is cut short", replace(KERNEL, "offs < m", by="offs < m - 1")),
         Fault("squares of a launch before", replace(KERNEL, "pid + programs", by="pid + programs + 1", call="range")),
     )

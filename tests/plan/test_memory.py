@@ -25,7 +25,7 @@ from tests.support.training import CONFIG, new_trainer, options_of, ranks_of
 from tpfuse.choices import PipelineSchedule, Recompute
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
-from tpfuse.comm.rank_order import HALF
+from tpfuse.comm.sum_order import HALF
 from tpfuse.errors import UserError
 from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.parallel import offloaded_inputs

@@ -46,7 +46,7 @@ def held_in(engine: GradientBuckets) -> int:
     assert isinstance(reducer, DirectReducer)
     buffers = [each[0][reducer.memory.rank] for each in reducer._gradient_buffers]
     assert len(buffers) == GRADIENT_BUFFERS and max(x.numel() for x in buffers) <= WIDTH * (WIDTH + 1) + 32
-    waiting = [x for bucket in engine.buckets for x in (bucket.accumulated, *bucket._waiting.values()) if x is not None]
+    waiting = [x for bucket in engine.buckets for x in (*bucket.accumulated, *bucket._waiting.values())]
     return sum(x.nbytes for x in (*reducer._separate_sums.values(), *waiting))
 
 

@@ -244,7 +244,7 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
         model.blocks[0].sum_gradients = Borrowed(False, own=False)
 
     assert message(taken).startswith(
-        "an engine of stage 0, 1 or 2 sums the gradients of blocks.0 over tensor-parallel ranks: shard a"
+        "another engine sums the gradients of blocks.0 over tensor-parallel ranks: shard a"
     )
     assert message(scalar).startswith("blocks.1.gain is a scalar")
     assert message(transposed).startswith("mixing is not contiguous")

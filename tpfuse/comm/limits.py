@@ -83,6 +83,17 @@ def set_threads(otherwise: float, root: Path = Path("/")) -> None:
     torch.set_num_threads(max(1, min(wanted, openmp_threads())))
 
 
+def repeat_bits() -> None:
+    """Let products and updates round alike in every process on such a CPU: by one thread, whatever the addresses.
+
+    Several threads would cut a tensor where its size says. MKL reads the variable before its first product (Intel's
+    "Conditional Numerical Reproducibility").
+    """
+    torch.set_num_threads(1)
+    if (instructions := torch.backends.cpu.get_cpu_capability()) in ("AVX2", "AVX512"):
+        os.environ.setdefault("MKL_CBWR", f"{instructions},STRICT")
+
+
 def keep_to_openmp() -> None:
     """Lower torch's number of threads to what OpenMP gives, with a warning. Nothing gets slower by that."""
     threads, most = torch.get_num_threads(), openmp_threads()

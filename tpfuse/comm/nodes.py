@@ -22,10 +22,12 @@ class Nodes:
     """A group split by node. Ranks are in the order of the default group, as in every new group of torch.
 
     within: the ranks of this rank's node; across: the ranks with this rank's number in `within`, one of each node.
+    successive: whether the ranks of each node follow one another in the group.
     """
 
     within: dist.ProcessGroup
     across: dist.ProcessGroup
+    successive: bool
 
     @property
     def count(self) -> int:
@@ -68,7 +70,8 @@ def _make_split(group: dist.ProcessGroup) -> Nodes | str:
     index = this_node.index(dist.get_rank())
     number = free_number(group, "split by node")
     within = new_group(this_node, group, number)
-    return Nodes(within, new_group([node[index] for node in nodes], group, number + 1))
+    across = new_group([node[index] for node in nodes], group, number + 1)
+    return Nodes(within, across, [rank for node in nodes for rank in node] == dist.get_process_group_ranks(group))
 
 
 def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:

@@ -105,6 +105,22 @@ def offer_leaf(parameter: DTensor) -> Tensor:
     return leaf
 
 
+def offer_head(parameter: Tensor) -> Tensor:
+    """Make `head_of` of a layer with the parameter a leaf of its own, and return it; the caller collects its gradient.
+
+    An engine that sums the gradients of the two uses of a tied embedding apart (`tpfuse.comm.sum_order`) needs this.
+    """
+    leaf = local_tensor(parameter).detach().requires_grad_()
+    parameter.head_leaf = Borrowed(leaf, None)  # type: ignore[attr-defined]
+    return leaf
+
+
+def head_of(layer: Any) -> Any:
+    """Return this rank's shard of the weight of an embedding, for its use as the head."""
+    leaf: Borrowed | None = getattr(layer.weight, "head_leaf", None)
+    return local_of(layer, "weight", 0) if leaf is None else leaf.value
+
+
 def withdraw_leaf(parameter: DTensor) -> None:
     """Undo `offer_leaf`: gradients pass through the DTensor again, and its hooks run."""
     parameter.local_leaf = None  # type: ignore[attr-defined]

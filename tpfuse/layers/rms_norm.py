@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import has_values
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_kind, empty_parameter, last_dimension, take_
 from tpfuse.ops.rms_norm import rms_norm

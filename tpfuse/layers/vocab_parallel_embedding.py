@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_, has_values
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.comm.rank_order import summed_dtype
-from tpfuse.layers.local_parameter import local_of
+from tpfuse.comm.sum_order import summed_dtype
+from tpfuse.layers.local_parameter import head_of, local_of
 from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
 from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import check_sequence_dim, gather_features, sequence_back, sequence_first
@@ -107,7 +107,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
         gather_output: return [..., num_embeddings] on every rank instead.
         """
-        weight, group = local_of(self, "weight", 0), self.group
+        weight, group = head_of(self), self.group
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
             self._look(x)
@@ -137,7 +137,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
             raise ValueError(f"loss: target has shape {tuple(target.shape)}: expected {tuple(tokens)}, as x has")
         x, target = x.reshape(-1, self.embedding_dim), target.flatten()
         weights = x.new_full(x.shape[:1], weight, dtype=summed_dtype(x.dtype))
-        table = local_of(self, "weight", 0)
+        table = head_of(self)
         return linear_cross_entropy(x, table, target, self.num_embeddings, group, weights=weights)[0]
 
     def _look(self, x: Tensor) -> None:

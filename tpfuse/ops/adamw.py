@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
@@ -17,6 +18,7 @@ from tpfuse.switches import use_triton
 _GOLDEN = -1640531535  # 0x9E3779B1 as int32
 _MIX1 = -2048144789  # 0x85EBCA6B
 _MIX2 = -1028477387  # 0xC2B2AE35
+_LANES = 16
 _BLOCK = 2**17  # elements whose moments in bfloat16 a CPU updates at once, in its caches
 
 _Shard = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -108,17 +110,32 @@ def _by_torch(
     ]
     if halves:
         exp_avgs, exp_avg_sqs = ([x.float() for x in moments] for moments in (exp_avgs, exp_avg_sqs))
+    new_masters, full_gradients, new_exp_avgs, new_exp_avg_sqs = (
+        [_filled(x) for x in tensors] for tensors in (masters, gradients, exp_avgs, exp_avg_sqs)
+    )
     torch._fused_adamw_(  # torch.optim.AdamW(fused=True) calls this too, but counts the steps of each shard itself
-        masters, gradients, exp_avgs, exp_avg_sqs, [], [step.view(()).float()] * len(masters),
+        new_masters, full_gradients, new_exp_avgs, new_exp_avg_sqs, [], [step.view(()).float()] * len(masters),
         lr=lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr,
         beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
-    for (exp_avg, exp_avg_sq, low, high), *new in zip(halves, exp_avgs, exp_avg_sqs, strict=False):
-        _keep(exp_avg, new[0], low)
-        _keep(exp_avg_sq, new[1], high)
+    for old, new in zip(masters + exp_avgs + exp_avg_sqs, new_masters + new_exp_avgs + new_exp_avg_sqs, strict=True):
+        if new is not old:
+            old.copy_(new[: len(old)])
+    for (exp_avg, exp_avg_sq, low, high), *wide in zip(halves, exp_avgs, exp_avg_sqs, strict=False):
+        _keep(exp_avg, wide[0], low)
+        _keep(exp_avg_sq, wide[1], high)
     for master, parameter in zip(masters, parameters, strict=True):
         if parameter is not None:
             parameter.copy_(master)
+
+
+def _filled(x: Tensor) -> Tensor:
+    """Return x [n], on CPUs as a copy with zeros up to a multiple of 16 elements, unless it has that many.
+
+    Torch computes the last elements of a tensor that fill no vectors by other code, which rounds otherwise: without
+    this, the update of an element would depend on where the shards are cut.
+    """
+    return F.pad(x, (0, -len(x) % _LANES)) if x.device.type == "cpu" and len(x) % _LANES else x
 
 
 def _drawn(

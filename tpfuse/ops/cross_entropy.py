@@ -22,7 +22,7 @@ from torch import Tensor
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.kernels.cross_entropy import (
     IGNORE,
     TORCH_IGNORE,

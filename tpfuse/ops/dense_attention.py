@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpfuse.comm.layout import is_traced
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.ops.autograd import without_autocast
 from tpfuse.ops.dropout import keep_mask
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.ops.autograd import autocast, once_differentiable, registered, wanted_gradients
 from tpfuse.ops.cross_entropy import as_torch, check_target, gradient_, is_ignored, losses
 from tpfuse.switches import use_triton

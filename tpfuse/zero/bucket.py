@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tpfuse.comm.sum_order import REAL_RANKS, TreeSums, VirtualRanks
 from tpfuse.zero.bucket_layout import BucketLayout
 from tpfuse.zero.reducer.base import GradientReducer
 
@@ -18,19 +19,23 @@ class Bucket:
     is one micro-batch in which the gradient of a segment arrives several times. In a micro-batch that is reduced call
     `copy_waiting` when the bucket's turn comes, and `start_reduce`; after the last one `end_backward`, then read
     `reduced_shard`. `drop` instead of the rest discards the step's gradients.
+
+    uses: the uses of its parameter whose gradients are summed apart until the end (`TWICE` in `gradient_buckets`).
     """
 
     layout: BucketLayout
     reducer: GradientReducer
     index: int
     gradient_dtype: torch.dtype  # in which gradients are accumulated
-    accumulated: Tensor | None = None  # [size], in which they are accumulated; None at stage 2 while there is none
-    _sums: list[Tensor] = field(default_factory=list)  # the segments of `accumulated`
+    virtual: VirtualRanks = REAL_RANKS
+    uses: int = 1
+    accumulated: list[Tensor] = field(default_factory=list)  # [size], for each use; empty at stage 2 without a gradient
+    _sums: list[TreeSums] = field(default_factory=list)  # of the segments, in `accumulated`
     _reduce_buffer: Tensor | None = None  # the reducer's buffer at stage 2, from the bucket's turn to its reduction
     _waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients that wait for that turn, by segment
     _arrivals: Sequence[int] = ()  # the number of times that each segment's gradient arrives in this micro-batch
     _pending: dict[int, int] = field(default_factory=dict)  # the segments with arrivals to come, and their number
-    _without_gradient: set[int] = field(default_factory=set)  # segments that have had none since the last reduction
+    _waited: set[int] = field(default_factory=set)  # the segments whose gradients have waited since the last reduction
 
     @property
     def values(self) -> Tensor:
@@ -73,13 +78,19 @@ class Bucket:
         """Accumulate gradients in one tensor from now on, if the reducer keeps them from step to step."""
         if self.reducer.keeps_gradients:
             buffer = self.reducer.gradient_buffer(self.index)
-            if buffer.dtype != self.gradient_dtype:
-                buffer = torch.zeros_like(buffer, dtype=self.gradient_dtype)
-            self._accumulate_in(buffer)
+            self._accumulate_in(buffer if buffer.dtype == self.gradient_dtype else self._zeros())
 
-    def _accumulate_in(self, buffer: Tensor | None) -> None:
-        self.accumulated = buffer
-        self._sums = [] if buffer is None else [self.layout.view(buffer, segment) for segment in self.layout.segments]
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
+
+    def _accumulate_in(self, first: Tensor) -> None:
+        """Accumulate gradients, of the first use in this tensor and its subtrees and of the others in new ones."""
+        depths = self.virtual.here.bit_length()
+        self.accumulated = [first, *(self._zeros() for _ in range(1, self.uses))]
+        trees = [[whole, *(self._zeros() for _ in range(1, depths))] for whole in self.accumulated]
+        view, segments = self.layout.view, self.layout.segments
+        views = [[[view(flat, segment) for segment in segments] for flat in tree] for tree in trees]
+        self._sums = [TreeSums(tree, self.virtual.here) for tree in views]
 
     def begin(self, arrivals: Sequence[int], *, first: bool) -> None:
         """Begin a micro-batch. first: whether it is the first of its step.
@@ -88,25 +99,24 @@ class Bucket:
         """
         self._arrivals, self._pending = arrivals, {segment: count for segment, count in enumerate(arrivals) if count}
         if first:
-            self._without_gradient = set(range(len(arrivals)))
+            self._waited.clear()
+            for sums in self._sums:
+                sums.begin()
 
-    def take(self, segment: int, gradient: Tensor, *, reduces: bool) -> None:
+    def take(self, segment: int, gradient: Tensor, *, reduces: bool, leaf: int = 0, use: int = 0) -> None:
         """Take the gradient of a segment. reduces: whether the micro-batch is reduced.
 
-        The gradient is accumulated. If the bucket has accumulated none, as at stage 2, and its gradients arrive once, a
-        gradient that is reduced in this micro-batch waits for the bucket's turn instead.
+        leaf: which of this rank's virtual ranks the micro-batch belongs to. use: which of its parameter's uses has this
+        gradient. The gradient is accumulated. If the bucket has accumulated none, as at stage 2, and its gradients
+        arrive once, a gradient that is reduced in this micro-batch waits for the bucket's turn instead.
         """
-        if self.accumulated is None and reduces and max(self._arrivals) == 1:
+        if not self.accumulated and reduces and max(self._arrivals) == 1 and self.virtual.here == 1:
             self._waiting[segment] = gradient
+            self._waited.add(segment)
         else:
-            if self.accumulated is None:
-                zeros = torch.zeros(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
-                self._accumulate_in(zeros)
-            if segment in self._without_gradient:
-                self._sums[segment].copy_(gradient)
-            else:
-                self._sums[segment].add_(gradient)
-        self._without_gradient.discard(segment)
+            if not self.accumulated:
+                self._accumulate_in(self._zeros())
+            self._sums[use].add(segment, gradient, leaf)
         if segment in self._pending:
             self._pending[segment] -= 1
             if not self._pending[segment]:
@@ -126,7 +136,8 @@ class Bucket:
     def take_all(self) -> None:
         """Treat all gradients as taken, after the caller has written them to `accumulated`."""
         self._pending.clear()
-        self._without_gradient.clear()
+        for sums in self._sums:
+            sums.take_all()
 
     def copy_waiting(self) -> None:
         """Copy the waiting gradients, if there are any, into the reducer's buffer. This frees their memory."""
@@ -144,25 +155,41 @@ class Bucket:
 
         more: as in `GradientReducer.start_reduce`.
         """
-        layout, accumulated = self.layout, self.accumulated
-        if accumulated is None:
-            self.copy_waiting()
+        for sums in self._sums:
+            sums.close()
+        keeps = self.reducer.keeps_gradients
+        if keeps:
+            for apart in self.accumulated[1:]:
+                self.accumulated[0].add_(apart)
+        for whole in self.accumulated[:1] if keeps else self.accumulated or [self._filled_buffer()]:
             buffer = self._requested_buffer()
-            ends = [0, *(segment.stop for segment in layout.segments)]
-            starts = [*(segment.start for segment in layout.segments), layout.size]
-            for start, end in zip(ends, starts, strict=True):  # the padding between segments is in the norm too
-                buffer[start:end].zero_()
-        else:
-            buffer = self.reducer.gradient_buffer(self.index)
-        for segment in self._without_gradient:
-            layout.view(buffer if accumulated is None else accumulated, layout.segments[segment]).zero_()
-        if accumulated is not None and accumulated is not buffer:
-            buffer.copy_(accumulated)
-        if not self.reducer.keeps_gradients:
+            if whole is not buffer:
+                buffer.copy_(whole)
             self._reduce_buffer = None
-            self._accumulate_in(None)
-            self._without_gradient = set(range(len(layout.segments)))
-        self.reducer.start_reduce(self.index, more=more)
+            self.reducer.start_reduce(self.index, more=more)
+        if not keeps:
+            self._forget()
+
+    def _filled_buffer(self) -> Tensor:
+        """Return the reducer's buffer with the gradients that have waited, and zero elsewhere."""
+        layout = self.layout
+        self.copy_waiting()
+        buffer = self._reduce_buffer = self._requested_buffer()
+        segments = [segment for index, segment in enumerate(layout.segments) if index in self._waited]
+        ends, starts = [0, *(segment.stop for segment in segments)], [*(s.start for s in segments), layout.size]
+        for start, end in zip(ends, starts, strict=True):  # the padding between segments is in the norm too
+            buffer[start:end].zero_()
+        return buffer
+
+    def _forget(self) -> None:
+        """Free the memory in which gradients are accumulated."""
+        self.accumulated, self._sums = [], []
+        self._waited.clear()
+
+    @property
+    def reductions(self) -> int:
+        """Return the number of reductions that `start_reduce` starts."""
+        return 1 if self.reducer.keeps_gradients else self.uses
 
     def end_backward(self) -> None:
         """Free waiting gradients and the reducer's buffer, also after an error in the backward pass."""
@@ -173,4 +200,4 @@ class Bucket:
         """Free the gradients of a step that is not reduced."""
         self.end_backward()
         if not self.reducer.keeps_gradients:
-            self._accumulate_in(None)
+            self._forget()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import is_sharded, local_tensor
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 
 Kind = Literal["sharded", "replicated", "partial", "tied"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -109,27 +109,29 @@ def plan_buckets(
     bucket_bytes: int,
     tied: Iterable[str] = (),
     matrices: Collection[str] = (),
+    apart: Collection[str] = (),
 ) -> list[BucketLayout]:
     """Return the buckets of `parameters`, which are given in the order in which their gradients arrive.
 
     parameters: on any device, also meta. partial, tied: names, as in `kind_of`. worlds: the number of ranks that share
     each kind. bucket_bytes: a bucket is full when its gradients take this many bytes in float32. matrices: the names of
-    parameters that Muon updates. Raise ValueError if one of these is tied.
+    parameters that Muon updates. apart: the names of those that have a bucket of their own. Raise ValueError if Muon
+    updates a tied one.
     """
     partial, tied = frozenset(partial), frozenset(tied)
     layouts: list[BucketLayout] = []
-    pending: dict[tuple[Kind, torch.dtype, bool], list[tuple[str, Tensor]]] = {}
+    pending: dict[tuple[Kind, torch.dtype, bool, str], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         kind = kind_of(name, parameter, partial, tied)
         if kind == "tied" and name in matrices:
             raise ValueError(f"{name} is shared by stages of a pipeline: expected AdamW to update it, not Muon")
-        key = kind, parameter.dtype, name in matrices
+        key = kind, parameter.dtype, name in matrices, name if name in apart else ""
         members = pending.setdefault(key, [])
         members.append((name, parameter))
         if sum(local_tensor(p).numel() for _, p in members) * 4 >= bucket_bytes:
-            layouts.append(_layout(*key, pending.pop(key), worlds[kind]))
+            layouts.append(_layout(*key[:3], pending.pop(key), worlds[kind]))
     for key, members in pending.items():
-        layouts.append(_layout(*key, members, worlds[key[0]]))
+        layouts.append(_layout(*key[:3], members, worlds[key[0]]))
     return sorted(layouts, key=lambda layout: layout.kind == "tied")
 
 

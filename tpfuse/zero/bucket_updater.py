@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import local_slices
-from tpfuse.comm.rank_order import HALF
+from tpfuse.comm.sum_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.muon import Muon, update_momentum

@@ -21,15 +21,22 @@ from torch import Tensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import all_gather_single, reduce_scatter_single
+from tpfuse.comm.collectives.fused import FusedCollectives
+from tpfuse.comm.sum_order import Sum
 from tpfuse.comm.traffic import Traffic
 from tpfuse.zero.unit_order import Operation
 
 
 class Counted:
-    """The collective `operation` in the form that `fully_shard` takes. begin: is called before each use."""
+    """The collective `operation` in the form that `fully_shard` takes. begin: is called before each use.
 
-    def __init__(self, operation: Operation, traffic: Traffic, begin: Callable[[Operation], None]) -> None:
-        self._operation, self._traffic, self._begin = operation, traffic, begin
+    total: the order of sums; None for that of the backend.
+    """
+
+    def __init__(
+        self, operation: Operation, traffic: Traffic, begin: Callable[[Operation], None], total: Sum | None = None
+    ) -> None:
+        self._operation, self._traffic, self._begin, self._total = operation, traffic, begin, total
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
@@ -47,6 +54,9 @@ class Counted:
         gathers = self._operation == "all_gather"
         part = input_tensor if gathers else output_tensor
         self._traffic.exchange((group.size() - 1) * part.nbytes)
+        if self._total is not None:
+            scatter_sum(input_tensor, output_tensor, group, self._total)
+            return None
         if input_tensor.device.type == "cpu":
             compute = collectives.all_gather if gathers else collectives.reduce_scatter
             output_tensor.copy_(compute(input_tensor, group))
@@ -54,3 +64,10 @@ class Counted:
         if gathers:
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def scatter_sum(x: Tensor, out: Tensor, group: dist.ProcessGroup, total: Sum) -> None:
+    """Make out [n] this rank's part of the sum of x [world * n] over the ranks, in the order of `total`."""
+    by = collectives.collectives_of(x, group, kernels=False)
+    assert not isinstance(by, FusedCollectives), "it has kernels, whose order is that of ranks"
+    by.reduce_scatter(x, out, total=total).wait()

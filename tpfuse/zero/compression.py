@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpfuse.comm.collectives import collective
-from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.sum_order import sum_in_rank_order
 from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.initialize import seed_of
 from tpfuse.zero.reducer.inter_node import Compression, Spans

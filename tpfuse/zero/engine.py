@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from tpfuse.choices import Accumulate
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.sum_order import VirtualRanks
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import GradientPlace, location
 from tpfuse.zero.reducer.inter_node import Compression
@@ -40,6 +41,7 @@ class RankGroups:
     # Ranks that share the tied parameters of both ends of a pipeline: at stages 0 to 2 the replicas of both ends with
     # this tensor-parallel rank, at stage 3 only those with this data-parallel rank too. None elsewhere.
     ends: dist.ProcessGroup | None = None
+    dp: int = 1  # data-parallel ranks, without those along other axes of `data`
     tensor_rank: int = 0  # this rank's number among the tensor-parallel ranks, of which the first counts replicas
 
 
@@ -54,14 +56,16 @@ class Engine(ABC):
     stage: int  # of ZeRO
     accumulate: Accumulate  # "sharded": every backward pass is reduced; "whole": the last one of a step
     device: torch.device  # on which the model computes
+    virtual: VirtualRanks  # the order of sums over micro-batches
     offload: str | PathLike[str] = "none"  # the place of the update's state (`tpfuse.zero.offload`)
     reasons: list[str]  # what exchanges gradients and parameters, and why
     _places: Mapping[str, GradientPlace]  # of the trained parameters, by name
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, virtual: VirtualRanks) -> None:
+        self.model, self.virtual = model, virtual
         self.state = StepState.IDLE
+        self._micro_batch = 0  # the number of the current one in its step; in a pipeline that of the current pass
 
     def _record_parameters(self) -> None:
         """Record the parameters, once they are those that training will use: the model must keep them from now on."""
@@ -92,6 +96,8 @@ class Engine(ABC):
         if self.state is StepState.REDUCING and not (again and self.unused):
             raise ValueError(f"start(): {self._situation}: call finish() first, or after an error abandon()")
         first = not self.accumulating
+        self._micro_batch = 0 if first else self._micro_batch + 1
+        self._check_virtual(last, backwards)
         if first:
             self._check_parameters()
         elif not again:
@@ -100,6 +106,15 @@ class Engine(ABC):
         reduces = last or (self.accumulate == "sharded" and not local)
         self._begin_micro_batch(first=first, last=last, reduces=reduces, backwards=backwards)
         self.state = StepState.REDUCING if last else StepState.ACCUMULATING
+
+    def _check_virtual(self, last: bool, backwards: int) -> None:
+        """Raise ValueError unless the step will have as many micro-batches as the virtual ranks of this rank."""
+        passes, begun = self.virtual.passes, self._micro_batch + backwards
+        if self.virtual.number and (begun > passes or last != (begun == passes)):
+            raise ValueError(
+                f"start(last={last}) of micro-batch {begun} of a step: expected {passes} micro-batches on each rank, of"
+                f" {self.virtual.here} virtual ranks with {self.virtual.micro_batches} each"
+            )
 
     @property
     def _situation(self) -> str:
@@ -117,10 +132,11 @@ class Engine(ABC):
 
     @abstractmethod
     def backward_pass(
-        self, parameters: set[Parameter], complete: set[Parameter], *, split: bool
+        self, parameters: set[Parameter], complete: set[Parameter], *, split: bool, micro_batch: int, last_stage: bool
     ) -> AbstractContextManager[None]:
         """Mark a pass of a pipeline's step that computes gradients of a stage's parameters, around that pass.
 
+        micro_batch: the number of the pass's micro-batch in the step. last_stage: whether the stage is the last one.
         complete: those that no later pass computes gradients of. The gradients of a parameter that has had fewer of
         them than others, or none, are complete at the end of that pass. split: whether the pass is the second half of
         one, of which the first half has computed the gradient of the stage's input. Each pass that computes gradients

@@ -39,11 +39,13 @@ from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import choose_implementation
 from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.sum_order import REAL_RANKS, Sum, VirtualRanks, sum_in_tree, sum_leaves, tree_order
 from tpfuse.comm.traffic import Traffic
+from tpfuse.layers.local_parameter import offer_head
 from tpfuse.zero import fsdp_internals as internals
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket_layout import decays
-from tpfuse.zero.collectives_with_traffic import Counted
+from tpfuse.zero.collectives_with_traffic import Counted, scatter_sum
 from tpfuse.zero.engine import Engine, RankGroups, StepState
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import GradientPlace, location, take_context_sums
@@ -57,9 +59,11 @@ from tpfuse.zero.sharded_units import (
     check_units,
     copies_of_shards,
     data_mesh,
+    shard_dim,
     shard_units,
 )
 from tpfuse.zero.unit_order import Operation, UnitOrder
+from tpfuse.zero.whole_gradients import WholeGradients
 
 _REPLACED = (
     "{name} was replaced by its shards when stage 3 took the model: make optimizers and lists of"
@@ -97,14 +101,18 @@ class FullySharded(Engine):
         replicas: int = 1,
         reduce_dtype: GradientDtype = "float32",
         accumulate: Accumulate = "sharded",
+        uses: Mapping[str, int] | None = None,
         tied: Iterable[str] = (),
         matrices: Sequence[HiddenMatrix] = (),
         offload: str | PathLike[str] = "none",
+        virtual: VirtualRanks = REAL_RANKS,
     ) -> None:
-        super().__init__(model)
-        self.stage, self.accumulate, self.offload, self.matrices = 3, accumulate, offload, matrices
+        super().__init__(model, virtual)
+        self.accumulate: Accumulate = "whole" if virtual.number else accumulate
+        self.stage, self.offload, self.matrices = 3, offload, matrices
         place = "shards in the host's memory" if offload == "host" else f"parameters in {offload}"
         self.reasons = ["fully_shard", *([] if offload == "none" else [place])]
+        self._twice = {name for name, count in (uses or {}).items() if count == 2 and virtual.number}
         self._store: StateStore | None = None  # the file of the shards
         self.traffic = Traffic()
         self.world_group, self.stage_group, self._ends = groups.world, groups.stage, groups.ends
@@ -114,6 +122,7 @@ class FullySharded(Engine):
         dtype = check_units(model, units)
         shards, across = data_mesh(mesh, replicas)
         self._join(shards.get_group("shard"), across.get_group())
+        self._total = self._order_of_sums(groups, replicas)
         self.data_ranks = replicas * shards.size() // take_context_sums(model, groups.data)
         broadcast_model(model, groups.data, tied, self._ends)
         copies = copies_of_shards(model, mesh, across)
@@ -132,6 +141,7 @@ class FullySharded(Engine):
     def _join(self, shards: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
         """Take the groups of the ranks that share a copy of the model, and of those with the same shard of it."""
         data_groups = [group for group in (shards, across) if group.size() > 1]
+        self._shards = shards
         self._across, self._groups = across, data_groups + ([] if self._ends is None else [self._ends])
         for group in self._groups:
             set_timeout(group)
@@ -139,11 +149,25 @@ class FullySharded(Engine):
         each = self.device.type == "cpu"
         self._order = UnitOrder(data_groups, self.device, lambda number: self._units[number].title, each=each)
 
+    def _order_of_sums(self, groups: RankGroups, replicas: int) -> Sum | None:
+        """Return the order of sums over the ranks that share a copy of the model; None for that of the backend."""
+        inner = rank_and_size(groups.data)[1] // groups.dp
+        if not self.virtual.number:
+            return None
+        if inner > 1 and replicas > 1:
+            raise ValueError("virtual_ranks: context-parallel ranks and replicas have no common order of sums")
+        self.reasons.append(f"one order of sums for {self.virtual.number} virtual ranks, of whole gradients")
+        return partial(sum_leaves, tree_order(self._shards.size(), groups.dp // replicas, inner))
+
     def _await_step(self) -> None:
         """Set the progress of a step before the first one."""
         # Units with gradients that are not in the sums of the step over all ranks yet, units whose next reduction is
         # the last one of the step, and those that the current pass has reduced.
         self._owed, self._final, self._reduced = set[Unit](), set[Unit](), set[Unit]()
+        self._next = set[Unit]()  # those that the next pass reduces
+        self._wholes: dict[Unit, WholeGradients] = {}  # of virtual ranks
+        self._heads: dict[str, Tensor] = {}  # gradients of the use as head, which are reduced last
+        self._last_stage = False  # whether the current pass is that of the last stage of a pipeline
         self._completed = set[str]()  # the parameters of which no later pass of a pipeline's step computes gradients
         self._ran = False  # whether a backward pass has run in the micro-batch
         self._used = False  # whether a forward pass has run, in which `fully_shard` makes the state that it resets
@@ -181,12 +205,15 @@ class FullySharded(Engine):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo has no other reduction
         module.set_custom_all_gather(cast(Any, Counted("all_gather", self.traffic, begin)))
-        module.set_custom_reduce_scatter(cast(Any, Counted("reduce_scatter", self.traffic, begin)))
+        module.set_custom_reduce_scatter(cast(Any, Counted("reduce_scatter", self.traffic, begin, self._total)))
         if self._across.size() > 1:
             module.set_all_reduce_hook(partial(self._sum_over_replicas, unit))
         # From now on the gathered parameters exist; were they made in inference mode, they could never be trained.
         module.unshard()
         unit.gathered = {name: self.model.get_parameter(name) for name in unit.shards}
+        for name in () if self._pipelined else self._twice.intersection(unit.trained):
+            of_head = partial(self._take_of_head, unit, name)
+            offer_head(unit.gathered[name]).register_post_accumulate_grad_hook(of_head)  # type: ignore[no-untyped-call]
         module.reshard()
         internals.around_gather(module, partial(self._gather, unit))
         internals.around_reduce(module, partial(self._reduce, unit))
@@ -222,15 +249,63 @@ class FullySharded(Engine):
         for name in unit.trained:
             self._places[name].check(name)
             self._places[name].give()
+        if self.virtual.number:
+            self._take_whole(unit)
         reduce()
         for name in unit.trained:
             self._places[name].take()
+
+    def _whole_gradients(self, unit: Unit) -> WholeGradients:
+        if unit not in self._wholes:
+            self._wholes[unit] = WholeGradients(unit, self.virtual, self._twice)
+        return self._wholes[unit]
+
+    def _take_whole(self, unit: Unit) -> None:
+        """Add the gradients of a unit to those of its virtual rank, and hand on the sums before they are reduced."""
+        leaf, wholes = self.virtual.of_micro_batch(self._micro_batch), self._whole_gradients(unit)
+        wholes.take(leaf, as_head=self._last_stage)
+        if unit in self._next:
+            sums, heads = wholes.close()
+            self._heads |= heads
+            internals.set_whole_gradients(unit.module, {unit.shards[name]: sums.get(name) for name in unit.shards})
+            del self._wholes[unit]
+
+    def _take_of_head(self, unit: Unit, name: str, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        self._whole_gradients(unit).take_of_head(name, gradient, self.virtual.of_micro_batch(self._micro_batch))
+
+    def _reduce_heads(self) -> None:
+        """Add the sums over ranks of the gradients of heads to those of the same parameters as embeddings."""
+        world, total = self._shards.size(), self._total
+        for name, whole in self._heads.items():
+            gradient = next(member.gradient for member in self.members if member.name == name)
+            dim = shard_dim(whole.shape, world)
+            rows = whole.movedim(dim, 0)
+            count = -(-len(rows) // world)
+            padded = rows.new_zeros(world * count, *rows.shape[1:])
+            padded[: len(rows)] = rows
+            part = torch.empty_like(padded[:count])
+            assert total is not None
+            scatter_sum(padded.view(-1), part.view(-1), self._shards, total)
+            self._add_replicas(part)
+            self.traffic.exchange((world - 1) * part.nbytes)
+            gradient.add_(part.movedim(0, dim).narrow(dim, 0, gradient.shape[dim]))
+        self._heads.clear()
+
+    def _add_replicas(self, sums: Tensor) -> None:
+        """Replace sums by their sums over replicas."""
+        if self._across.size() > 1 and self.virtual.number:
+            parts = collectives.all_gather(sums.view(1, -1), self._across)
+            sum_in_tree(parts.unbind(), sums.view(-1))
+        else:
+            collectives.start_all_reduce(sums, self._across).wait()
 
     def _sum_over_replicas(self, unit: Unit, sums: Tensor) -> None:
         self._begin(unit, "reduce_scatter")  # with one rank to a replica there was no other
         replicas = self._across.size()
         self.traffic.exchange(2 * (replicas - 1) * sums.nbytes // replicas)
-        collectives.start_all_reduce(sums, self._across).wait()
+        self._add_replicas(sums)
 
     def move_shards(self, store: StateStore) -> None:
         """Move this rank's shards of all parameters, with their padding, into a store, from which they are gathered."""
@@ -282,6 +357,7 @@ class FullySharded(Engine):
         for unit in self._units:
             unit.module.set_requires_gradient_sync(unit in units, recurse=False)
             unit.module.set_requires_all_reduce(unit in final or not self._postpones, recurse=False)
+        self._next = set(units)
         for unit in self._owed.intersection(units):
             gathered = {shard: unit.gathered[name] for name, shard in unit.shards.items()}
             internals.complete_gradients(unit.module, gathered)
@@ -305,6 +381,7 @@ class FullySharded(Engine):
         if self._owed or (self._pipelined and self._ran):
             self._end_backward(self._owed, self._owed)
         self._order.end("finish()")
+        self._reduce_heads()
         for member in self._tied:
             if member.place.sums is None:
                 member.place.sums = torch.zeros_like(member.sharded)
@@ -313,7 +390,10 @@ class FullySharded(Engine):
                 gradient.copy_(collectives.all_reduce(gradient.to(self.device), self._ends))
 
     @contextmanager
-    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter], *, split: bool) -> Iterator[None]:
+    def backward_pass(
+        self, parameters: set[Parameter], complete: set[Parameter], *, split: bool, micro_batch: int, last_stage: bool
+    ) -> Iterator[None]:
+        self._micro_batch, self._last_stage = micro_batch, last_stage
         names = {self._name_of[p] for p in parameters if p in self._name_of}
         self._completed |= {self._name_of[p] for p in complete if p in self._name_of}
         final = {unit for unit in self._owed if unit.trained <= self._completed}
@@ -323,6 +403,8 @@ class FullySharded(Engine):
         if split or not units <= self._reduced:
             self._end_backward(units - self._reduced, final)
         self._reduce_next((), ())
+        for unit in self._units if self.virtual.number else ():
+            self._take_whole(unit)  # what no call of `_reduce` has taken
 
     def _abandon(self, *, begun: bool) -> None:
         if not internals.FROM_2_13:
@@ -365,6 +447,8 @@ class FullySharded(Engine):
     def clear_gradients(self) -> None:
         """Free the gradients."""
         self._owed.clear()
+        self._wholes.clear()
+        self._heads.clear()
         for place in self._places.values():
             place.sums = None
             place.leave(taken=False)

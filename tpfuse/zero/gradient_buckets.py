@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from itertools import compress
 
 import torch
@@ -36,8 +37,9 @@ from torch.nn import Parameter
 from tpfuse.choices import Accumulate, GradientDtype
 from tpfuse.comm.layout import is_sharded, local_tensor, model_device
 from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.sum_order import REAL_RANKS, VirtualRanks
 from tpfuse.comm.traffic import Traffic
-from tpfuse.layers.local_parameter import offer_leaf, withdraw_leaf
+from tpfuse.layers.local_parameter import offer_head, offer_leaf, withdraw_leaf
 from tpfuse.zero.broadcast_start import broadcast_model
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
@@ -45,6 +47,7 @@ from tpfuse.zero.engine import Engine, RankGroups, StepState, trained_parameters
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
     GradientPlace,
+    check_own_sums,
     in_backward,
     in_nested_backward,
     move_,
@@ -116,22 +119,30 @@ class GradientBuckets(Engine):
         accumulate: Accumulate = "sharded",
         compression: Compression | None = None,
         uses: Mapping[str, int] | None = None,
+        pipelined: bool = False,
         tied: Iterable[str] = (),
         matrices: Sequence[HiddenMatrix] = (),
+        virtual: VirtualRanks = REAL_RANKS,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, virtual)
         self.stage, self.stage_group, self.matrices = stage, groups.stage, matrices
         self.data_ranks = rank_and_size(groups.data)[1] // take_context_sums(model, groups.data)
         self.compression, self.world_group = compression, groups.world
         self.matrix_traffic = Traffic()  # of Muon's matrices
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
-        self.accumulate = accumulate if stage == 2 and compression is None else "whole"
+        self.accumulate = accumulate if stage == 2 and compression is None and not virtual.number else "whole"
         self._uses = uses or {}
+        # The parameters with two uses in a pass, as embedding and as head, whose gradients are summed apart, because
+        # they are where the first and the last stage of a pipeline have one each.
+        self._twice = {name for name, count in self._uses.items() if count == 2 and virtual.number}
+        self._pipelined, self._last_stage = pipelined, False
         self._turns: list[Bucket] = []  # the buckets whose next reductions have not begun, in order
         self._passes = _Passes.WAITING
         self._more = False  # whether another micro-batch of the step follows
         self._ended: set[Parameter] = set()  # the parameters of which no later pass of a pipeline computes gradients
-        partial, tied = take_partial_gradients(model), frozenset(tied)
+        if virtual.number:  # the modules sum each micro-batch over tensor-parallel ranks, as at stage 3
+            check_own_sums(model)
+        partial, tied = set() if virtual.number else take_partial_gradients(model), frozenset(tied)
         trained = trained_parameters(model)
         _check_tied(tied, trained)
         broadcast_model(model, groups.data, tied, groups.ends)
@@ -145,11 +156,14 @@ class GradientBuckets(Engine):
             bucket_bytes,
             tied,
             {matrix.name for matrix in matrices},
+            self._twice,
         )
         self.reasons: list[str] = []
         if stage == 2 and accumulate != self.accumulate:
             self.reasons.append("gradients accumulate whole, since compression is that of a step's sum")
-        self.buckets = self._open(layouts, group_of)
+        if virtual.number:
+            self.reasons.append(f"one order of sums for {virtual.number} virtual ranks, of whole gradients")
+        self.buckets = self._open(layouts, group_of, groups.dp)
         sharded = self.accumulate == "sharded"
         self._in_passes = [bucket for bucket in self.buckets if not sharded or bucket.shards_gradients]
         self._at_end = [bucket for bucket in self.buckets if sharded and not bucket.shards_gradients]
@@ -162,26 +176,39 @@ class GradientBuckets(Engine):
             bucket.keep_gradients()
         self._record_parameters()
 
-    def _open(self, layouts: list[BucketLayout], group_of: Mapping[Kind, dist.ProcessGroup | None]) -> list[Bucket]:
-        """Make one reducer for the buckets of each group and dtype; return the buckets in the order of `layouts`."""
-        families: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[BucketLayout]] = {}
+    def _open(
+        self, layouts: list[BucketLayout], group_of: Mapping[Kind, dist.ProcessGroup | None], dp: int
+    ) -> list[Bucket]:
+        """Make one reducer for the buckets of each group and dtype; return the buckets in the order of `layouts`.
+
+        Only at stage 2 can a reducer add up several sums of a bucket, as those of a parameter with two uses.
+        """
+        families: dict[tuple[dist.ProcessGroup | None, torch.dtype, int], list[BucketLayout]] = {}
         for layout in layouts:
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
-            families.setdefault((group_of[layout.kind], sent), []).append(layout)
+            stage = 2 if self._uses_of(layout) > 1 else self.stage
+            families.setdefault((group_of[layout.kind], sent, stage), []).append(layout)
         opened: dict[int, Bucket] = {}  # by the layout's id, since layouts may be equal
         self.reducers: list[GradientReducer] = []
         counts = Counter[dist.ProcessGroup | None]()
-        for (group, sent), family in families.items():
+        data = rank_and_size(group_of["replicated"])[1]
+        for (group, sent, stage), family in families.items():
             specs = [BucketSpec(layout.size, layout.dtype, sent, layout.matrices) for layout in family]
+            inner = (rank_and_size(group)[1] if family[0].kind == "partial" else data) // dp
             reducer, reason = make_reducer(
-                specs, self.stage, group, self.device, compression=self.compression, first_bucket=counts[group]
-            )
+                specs, stage, group, self.device, compression=self.compression, first_bucket=counts[group],
+                dp=dp, inner=inner, ordered=self.virtual.number > 0,
+            )  # fmt: skip
             counts[group] += len(family)
             self.reducers.append(reducer)
             self.reasons.append(reason)
             for index, layout in enumerate(family):
-                opened[id(layout)] = Bucket(layout, reducer, index, self._dtype(layout, self._gradient_dtype))
+                dtype = self._dtype(layout, self._gradient_dtype)
+                opened[id(layout)] = Bucket(layout, reducer, index, dtype, self.virtual, self._uses_of(layout))
         return [opened[id(layout)] for layout in layouts]
+
+    def _uses_of(self, layout: BucketLayout) -> int:
+        return 2 if any(segment.name in self._twice for segment in layout.segments) else 1
 
     @staticmethod
     def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
@@ -200,16 +227,25 @@ class GradientBuckets(Engine):
             parameter.register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
             if isinstance(parameter, DTensor):
                 offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
+            if segment.name in self._twice and not self._pipelined:
+                of_head = partial(self._take_of_head, bucket, index)
+                offer_head(parameter).register_post_accumulate_grad_hook(of_head)  # type: ignore[no-untyped-call]
 
-    def _take(self, bucket: Bucket, index: int, gradient: Tensor) -> None:
-        """Take a gradient of the bucket's segment `index`, which has arrived."""
+    def _take_of_head(self, bucket: Bucket, index: int, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        self._take(bucket, index, gradient, 1)
+
+    def _take(self, bucket: Bucket, index: int, gradient: Tensor, use: int) -> None:
+        """Take a gradient of the bucket's segment `index`, which has arrived. use: of its parameter."""
         name = bucket.layout.segments[index].name
         if gradient.layout is not torch.strided:
             raise ValueError(f"{name} has a sparse gradient: expected a dense one (sparse=False)")
         reduces = self._passes is not _Passes.LOCAL
-        if not self.accumulating or (reduces and not bucket.awaits(index)):
+        if not self.accumulating or ((reduces or self.virtual.number) and not bucket.awaits(index)):
             raise ValueError((_ARRIVED_AGAIN if in_nested_backward() else _WITHOUT_GRADIENT).format(name=name))
-        bucket.take(index, gradient, reduces=reduces)
+        leaf = self.virtual.of_micro_batch(self._micro_batch)
+        bucket.take(index, gradient, reduces=reduces, leaf=leaf, use=use)
         self._places[name].leave(taken=not bucket.awaits(index))  # several backward passes may come before a reduction
         if not reduces:
             return
@@ -241,7 +277,10 @@ class GradientBuckets(Engine):
             self._turns.pop(0)
 
     @contextmanager
-    def backward_pass(self, parameters: set[Parameter], complete: set[Parameter], *, split: bool) -> Iterator[None]:
+    def backward_pass(
+        self, parameters: set[Parameter], complete: set[Parameter], *, split: bool, micro_batch: int, last_stage: bool
+    ) -> Iterator[None]:
+        self._micro_batch, self._last_stage = micro_batch, last_stage
         self._ended |= complete
         sharded = self.accumulate == "sharded"
         if sharded:
@@ -335,7 +374,8 @@ class GradientBuckets(Engine):
     def _abandon(self, *, begun: bool) -> None:
         unsent = [*self._turns, *self._at_end] if begun else self.buckets
         for reducer in self.reducers:
-            reducer.abandon(begun=begun, unsent=[bucket.index for bucket in unsent if bucket.reducer is reducer])
+            buckets = [bucket for bucket in unsent if bucket.reducer is reducer]
+            reducer.abandon(begun=begun, unsent=[each.index for each in buckets for _ in range(each.reductions)])
         self._drop()
 
     def _drop(self) -> None:
@@ -370,7 +410,7 @@ class GradientBuckets(Engine):
     def squared_norm(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket in self.buckets:
-            whole = self.stage == 0 and bucket.reducer.shard_index > 0
+            whole = bucket.reducer.stage == 0 and bucket.reducer.shard_index > 0
             twice = bucket.layout.kind == "replicated" and self._model_rank > 0
             if not (whole or twice):
                 total += bucket.reducer.squared_norm(bucket.index)
@@ -381,7 +421,7 @@ class GradientBuckets(Engine):
         if bucket.layout.kind == "replicated" and self._model_rank > 0:
             return False
         reducer = bucket.reducer
-        return self.stage > 0 or index % reducer.world == reducer.shard_index
+        return reducer.stage > 0 or index % reducer.world == reducer.shard_index
 
     def nonfinite(self) -> list[str]:
         """See `Engine`; the names are in the buckets' order."""
@@ -418,7 +458,9 @@ class _Taking:
             place.check(self.bucket.layout.segments[self.index].name)
         if isinstance(leaf, DTensor) and isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)  # as of torch's SequenceParallel: partial sums
-        self.buckets._take(self.bucket, self.index, local_tensor(gradient))
+        buckets, segment = self.buckets, self.bucket.layout.segments[self.index]
+        use = int(buckets._last_stage and segment.name in buckets._twice)
+        buckets._take(self.bucket, self.index, local_tensor(gradient), use)
 
 
 def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.choices import MomentDtype
-from tpfuse.comm.rank_order import HALF
+from tpfuse.comm.sum_order import HALF
 from tpfuse.zero.bucket_layout import ALIGNMENT, BucketLayout
 from tpfuse.zero.reducer.shard_update import StateStore
 

@@ -77,6 +77,10 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         if algorithm not in ("adamw", "muon"):
             raise ValueError(f'ZeroOptimizer: algorithm is {shown(algorithm)}: expected "adamw" or "muon"')
+        if sharding.get("virtual_ranks"):
+            raise ValueError(
+                "ZeroOptimizer does not know which micro-batches virtual ranks have: use tpfuse.zero.shard and adamw"
+            )
         if algorithm == "adamw" and (muon is not None or "matrices" in sharding):
             raise ValueError('ZeroOptimizer: muon and matrices are for algorithm="muon"')
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):

@@ -45,6 +45,16 @@ def take_partial_gradients(model: nn.Module) -> set[str]:
     return names
 
 
+def check_own_sums(model: nn.Module) -> None:
+    """Raise ValueError if an engine sums gradients over tensor-parallel ranks that the modules should sum."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "sum_gradients", None), Borrowed):
+            raise ValueError(
+                f"another engine sums the gradients of {name} over tensor-parallel ranks: shard a copy of the model"
+                " (copy.deepcopy) or a new model"
+            )
+
+
 def _sums_gradients(module: nn.Module) -> bool:
     """Return whether the module sums gradients, or did so before another engine took the model."""
     sums = getattr(module, "sum_gradients", False)

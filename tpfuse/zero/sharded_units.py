@@ -12,10 +12,9 @@ from torch.nn import Parameter
 
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import check_order, flat_group, rank_and_size, reducer_options, shown
-from tpfuse.comm.rank_order import HALF
-from tpfuse.layers.local_parameter import Borrowed
+from tpfuse.comm.sum_order import HALF
 from tpfuse.zero.engine import trained_parameters
-from tpfuse.zero.parameter_takeover import GradientPlace, count_write, writes
+from tpfuse.zero.parameter_takeover import GradientPlace, check_own_sums, count_write, writes
 
 _LOST = (
     "{name} was written to while it was gathered, and its shards do not have what was written: call"
@@ -115,12 +114,7 @@ def check_units(model: nn.Module, units: Sequence[nn.Module]) -> torch.dtype:
         if isinstance(unit, nn.ModuleList | nn.ModuleDict):
             raise ValueError(f"shard: a unit is {shown(unit)}, which is never called: pass the modules in it")
     trained_parameters(model)
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "sum_gradients", None), Borrowed):
-            raise ValueError(
-                f"an engine of stage 0, 1 or 2 sums the gradients of {name} over tensor-parallel ranks: shard a copy of"
-                " the model (copy.deepcopy) or a new model"
-            )
+    check_own_sums(model)
     unit_of = dict.fromkeys(model.modules(), model)
     for module in model.modules():  # from the outside in
         if any(module is unit for unit in units):

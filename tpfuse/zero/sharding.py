@@ -36,6 +36,7 @@ from tpfuse.comm.mesh import (
     rank_and_size,
     shown,
 )
+from tpfuse.comm.sum_order import VirtualRanks
 from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.zero.bucket_layout import BUCKET_BYTES
 from tpfuse.zero.bucket_updater import BucketUpdater
@@ -69,6 +70,8 @@ def shard(
     compression: Compression | None = None,
     matrices: Mapping[str, int | Sequence[Rows]] | None = None,
     offload: str | PathLike[str] = "none",
+    virtual_ranks: int = 0,
+    micro_batches: int = 1,
 ) -> GradientBuckets | FullySharded:
     """Return the engine that takes over the parameters of `model` at this stage of ZeRO (arXiv:1910.02054).
 
@@ -108,6 +111,12 @@ def shard(
     parameters' device), "host" (the host's memory) or a folder on a local disk. At stage 3 the shards are the masters;
     unless it is "none", they and their gradients are in the host's memory; for a folder, `adamw` moves them there.
 
+    virtual_ranks: not 0: the sums of gradients have the same bits for every number of data-parallel ranks that divides
+    this power of two, for all stages and for all pipelines, if each rank computes on one thread, on the same hardware,
+    with the same tensor and context parallelism. Virtual rank v has sequences v B / N to (v + 1) B / N of a batch of B,
+    and computes them in `micro_batches` passes. Real ranks have N / ranks successive ones, and pass their micro-batches
+    in this order; gradients accumulate whole, in one more tensor for each doubling of N / ranks (docs/training.md).
+
     Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
     parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
     that two units share). Raise ValueError on every rank if data-parallel ranks have parameters of other names, shapes
@@ -126,12 +135,16 @@ def shard(
     if replicas < 1 or ranks % replicas:
         raise ValueError(f"replicas {replicas}: expected a number that divides the {ranks} data-parallel ranks")
     device, fully = model_device(model), stage == 3 and ranks > 1
-    groups = RankGroups(data, data, data)
+    groups = RankGroups(data, data, data, dp=ranks)
     if mesh is not None:
         kept = () if fully else DATA_AXES
         ends = None if shared.ends is None else group_of_ends(mesh, *shared.ends, *kept)
         tensor_rank, _ = rank_and_size(flat_group(mesh, "tp"))
-        groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends, tensor_rank)
+        _, dp = rank_and_size(flat_group(mesh, "dp"))
+        groups = RankGroups(data, flat_group(mesh, *DATA_AXES, "tp"), flat_group(mesh, *AXES), ends, dp, tensor_rank)
+    if virtual_ranks and (compression or "parameter" in (gradient_dtype, reduce_dtype)):
+        raise ValueError("virtual_ranks: expected gradients in float32, without compression, whose sums have one order")
+    virtual = VirtualRanks.of(virtual_ranks, micro_batches, groups.dp)
     trained = any(x.requires_grad and x.numel() for x in model.parameters())
     if not collectives.on_any_rank(trained, device, groups.world):  # one stage of a pipeline may be frozen
         raise ValueError("shard: the model has no parameter that requires a gradient")
@@ -146,9 +159,11 @@ def shard(
             replicas=replicas,
             reduce_dtype=reduce_dtype or "float32",
             accumulate=accumulate,
+            uses=shared.uses,
             tied=shared.tied,
             matrices=hidden,
             offload=offload,
+            virtual=virtual,
         )
     else:
         engine = GradientBuckets(
@@ -161,8 +176,10 @@ def shard(
             accumulate=accumulate,
             compression=compression,
             uses=shared.uses,
+            pipelined=mesh is not None and "pp" in (mesh.mesh_dim_names or ()),
             tied=shared.tied,
             matrices=hidden,
+            virtual=virtual,
         )
         engine.offload = offload
     return engine

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.rank_order import max_in_rank_order, rows_of, sum_in_rank_order
+from tpfuse.comm.sum_order import Sum, max_in_rank_order, rows_of, sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
 
@@ -97,10 +97,13 @@ class DirectCollectives:
         rounds = self._copies("all_to_all", *rows, itemgetter(self.memory.rank))
         return self._run("all_to_all", x, rounds, later=False)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """Make out Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
-        rows = rows_of(x, self.memory.world)
-        rounds = self._one_shot("reduce_scatter", rows, out.view(-1), sum_in_rank_order, itemgetter(self.memory.rank))
+    def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False, total: Sum | None = None) -> DirectHandle:
+        """Make out Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...].
+
+        total: the order of the sum, by default that of the ranks.
+        """
+        rows, add = rows_of(x, self.memory.world), total or sum_in_rank_order
+        rounds = self._one_shot("reduce_scatter", rows, out.view(-1), add, itemgetter(self.memory.rank))
         return self._run("reduce_scatter", x, rounds, later)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpfuse.comm.collectives.collective import DONE, Handle
 from tpfuse.comm.errors import Disagreement
-from tpfuse.comm.rank_order import rows_of
+from tpfuse.comm.sum_order import rows_of
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.comm.trace import span
 from tpfuse.kernels.all_gather import all_gather_forward

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpfuse.comm.channel import Channel, slot_size
 from tpfuse.comm.collectives.direct import ONE_SHOT_BYTES, SLOT_BYTES
-from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
+from tpfuse.comm.sum_order import HALF, sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
 from tpfuse.ops.gemm import activated, flat

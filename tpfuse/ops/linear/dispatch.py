@@ -22,7 +22,7 @@ from tpfuse.comm.autotune import decide, is_autotuning
 from tpfuse.comm.decisions import Decision
 from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation, symmetric_memory
 from tpfuse.comm.layout import is_traced
-from tpfuse.comm.rank_order import HALF
+from tpfuse.comm.sum_order import HALF
 from tpfuse.ops.linear import torch_operators
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives.collective import DONE, Handle, TorchCollectives
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.comm.trace import operator
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.triton_blocks import block_backward, block_forward

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.channel import Channel, slot_size
-from tpfuse.comm.rank_order import sum_in_rank_order, summed_dtype
+from tpfuse.comm.sum_order import sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.trace import span
 from tpfuse.ops.ring_attention.call import RingCall, joined_heads

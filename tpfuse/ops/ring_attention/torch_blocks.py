@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.ops.dense_attention import flash_obstacle
 from tpfuse.ops.dropout import keep_mask

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from tpfuse.comm.mesh import named_group
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.ring_attention.attend import backward, forward
 from tpfuse.ops.ring_attention.placement import Group, RingOptions, RingPlan, placement

@@ -49,7 +49,13 @@ class GradientEngine(Protocol):
         """Begin a step with this number of backward passes, even if `ZeroOptimizer.zero_grad()` has begun it."""
 
     def backward_pass(
-        self, parameters: set[nn.Parameter], complete: set[nn.Parameter], *, split: bool
+        self,
+        parameters: set[nn.Parameter],
+        complete: set[nn.Parameter],
+        *,
+        split: bool,
+        micro_batch: int,
+        last_stage: bool,
     ) -> AbstractContextManager[None]:
         """Mark, around it, a pass that computes gradients of these parameters (`tpfuse.zero.engine.Engine`)."""
 
@@ -266,7 +272,10 @@ class Runner:
             later = self._last_passes[self._last_passes.index(action) + 1 :]
             complete = parameters.difference(*(self.parameters(each.stage) for each in later))
         split = action.kind is Kind.WEIGHT and self._flights[action.stage, action.micro_batch].groups is not None
-        return engine.backward_pass(parameters, complete, split=split)
+        last_stage = action.stage == self.order.stages - 1
+        return engine.backward_pass(
+            parameters, complete, split=split, micro_batch=action.micro_batch, last_stage=last_stage
+        )
 
     def _run(self, action: Action, batch: Any, taken: _Taken | None) -> list[Tensor]:
         """Compute an action; return the loss if it is the forward pass of the last stage."""

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.comm.traffic import Traffic
 from tpfuse.kernels.launch import Reservation
 from tpfuse.zero.reducer.inter_node import Spans

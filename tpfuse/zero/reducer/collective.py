@@ -20,6 +20,7 @@ from tpfuse.comm.dispatch import connected
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.settings import settings
+from tpfuse.comm.sum_order import Sum
 from tpfuse.kernels.launch import Reservation
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
@@ -46,15 +47,22 @@ def reserve(group: dist.ProcessGroup | None) -> Reservation | None:
 class CollectiveReducer(GradientReducer):
     """The reducer of ranks that share no memory. group: None for a single rank, which works as stage 0 does.
 
+    total: the order of sums; None for that of the backend.
+
     Each buffer is allocated when it is first requested: parameters move into their buckets one after another, so the
     memory that they leave is free for the next buckets.
     """
 
     def __init__(
-        self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup | None, device: torch.device
+        self,
+        specs: Sequence[BucketSpec],
+        stage: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        total: Sum | None = None,
     ) -> None:
         super().__init__(specs, 0 if group is None else stage, *rank_and_size(group))
-        self._group, self._device = group, device
+        self._group, self._device, self._total = group, device, total
         self.reservation = reserve(group)
         self._values: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
@@ -97,11 +105,11 @@ class CollectiveReducer(GradientReducer):
         """Begin to reduce whole gradients; return (the result, its handle, what must stay alive until it is sent)."""
         if self._group is None:
             return gradients, DONE, gradients
-        if self.stage == 0:
+        if self.stage == 0 and self._total is None:
             return gradients, collective.start_all_reduce(gradients, self._group), gradients
         rows = gradients.view(self.world, -1)
         out = rows.new_empty(rows.shape[1])
-        return out, collective.start_reduce_scatter(rows, out, self._group), gradients
+        return out, collective.start_reduce_scatter(rows, out, self._group, self._total), gradients
 
     def end_backward(self) -> None:
         pass
@@ -117,8 +125,12 @@ class CollectiveReducer(GradientReducer):
         """Return the result of the last reduction of a bucket, and free the gradients that were sent."""
         reduced = self._reductions[index]
         assert reduced is not None
-        out, handle, _ = reduced
+        out, handle, sent = reduced
         handle.wait()
+        if self.stage == 0 and out is not sent:
+            assert self._group is not None
+            collective.start_all_gather(out, sent.view(self.world, -1), self._group).wait()
+            out = sent
         self._reductions[index] = out, DONE, out
         if index in self._under_way:
             self._under_way.remove(index)

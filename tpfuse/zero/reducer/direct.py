@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.sum_order import sum_in_tree
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
 from tpfuse.zero.reducer.inter_node import InterNodeReducer, Spans
@@ -71,13 +71,18 @@ class DirectReducer(GradientReducer):
         memory: SymmetricMemory,
         name: str,
         inter_node: InterNodeReducer | None = None,
+        leaves: Sequence[int] | None = None,
     ) -> None:
-        """Allocate the buffers in the ranks' memory. Collective."""
+        """Allocate the buffers in the ranks' memory. Collective.
+
+        leaves: the memory's ranks in the order of the leaves of a sum (`tree_order`), by default their own.
+        """
         nodes, node = (1, 0) if inter_node is None else (inter_node.nodes, inter_node.node)
         super().__init__(specs, stage, memory.rank * nodes + node, memory.world * nodes)
         self.memory, self._name, self._inter_node = memory, name, inter_node
         self.across = None if inter_node is None else inter_node.group
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
+        self._leaves = range(memory.world) if leaves is None else leaves
         self._counter_words = memory.signals(f"{name}: flags", 4)
         self._counters, self._generation = _Counters(), memory.generation
         self._steps = 0  # the number of steps whose backward passes have ended
@@ -232,25 +237,19 @@ class DirectReducer(GradientReducer):
         node_shard, op = self._node_shard(index), f"sum of bucket {index}"
         with self.memory.guard(op):
             self._wait_for_peers("buckets_written", self._buckets_before + turn + 1, op)
-            parts = [gradients[node_shard] for gradients in self._rank_gradients(index, turn)]
-            out = self._separate_sums.get(index, parts[self.memory.rank])
+            gradients = self._rank_gradients(index, turn)
+            parts = [gradients[rank][node_shard] for rank in self._leaves]
+            out = self._separate_sums.get(index, gradients[self.memory.rank][node_shard])
             squares, scratch = 0.0, torch.empty(min(CPU_BLOCK, len(out)) if again else 0, dtype=out.dtype)
             for a in range(0, len(out), CPU_BLOCK):
                 b = min(a + CPU_BLOCK, len(out))
-                self._sum_block(parts, a, b, scratch[: b - a] if again else out[a:b])
+                sum_in_tree([part[a:b] for part in parts], scratch[: b - a] if again else out[a:b])
                 if again:
                     out[a:b] += scratch[: b - a]
                 squares += squared(out[a:b])  # while the block is in the cache
             self._squared_norms[index] = torch.tensor(squares, dtype=torch.float64)
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
         return out
-
-    def _sum_block(self, parts: Sequence[Tensor], a: int, b: int, out: Tensor) -> None:
-        """Write the sum over ranks of parts[rank][a:b] to out, which may be this rank's own block."""
-        blocks, own = [part[a:b] for part in parts], self.memory.rank
-        if out.data_ptr() == blocks[own].data_ptr() and own > 1:  # out is written when the first two blocks are added
-            blocks[own] = blocks[own].clone()
-        sum_in_rank_order(blocks, out)
 
     def _matrices(self, index: int) -> Spans:
         """Return the whole rows of matrices in this rank's part of the bucket; elements count from its beginning."""
@@ -322,14 +321,14 @@ class DirectReducer(GradientReducer):
         shard, sums, parts = self.shard(index), self._reduced_shards[index], []
         if sums is None:
             gradients = self._rank_gradients(index, self._last_turns[index])
-            parts = [x[shard.start : shard.stop] for x in gradients]
+            parts = [gradients[rank][shard.start : shard.stop] for rank in self._leaves]
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
             scratch = torch.empty(min(CPU_BLOCK, len(shard)), dtype=self.specs[index].state_dtype)
         values = [x[shard.start : shard.stop] for x in self._values[index]]
         own = values[self.memory.rank]
         for a, b in update.blocks():
             if sums is None:
-                self._sum_block(parts, a, b, scratch[: b - a])
+                sum_in_tree([part[a:b] for part in parts], scratch[: b - a])
             update.block(a, b, scratch[: b - a] if sums is None else sums[a:b], own[a:b])
             if self._inter_node is None:
                 for rank in self._others:

@@ -60,9 +60,10 @@ class FusedReducer(DirectReducer):
         memory: SymmetricMemory,
         name: str,
         inter_node: InterNodeReducer | None = None,
+        leaves: Sequence[int] | None = None,
     ) -> None:
         """Make the reducer as `DirectReducer` does, and a channel for the kernels' signals. Collective."""
-        super().__init__(specs, stage, memory, name, inter_node)
+        super().__init__(specs, stage, memory, name, inter_node, leaves)
         self._address_tensors: dict[int, Tensor] = {}
         overlaps = memory.has_second_stream and (
             _OWNER in Reservation.held or not any(other.has_channels for other in connected())
@@ -170,9 +171,9 @@ class FusedReducer(DirectReducer):
             self.traffic.exchange((self.memory.world - 1) * len(shard) * gradients[0].element_size())
 
     def _addresses(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the addresses of all ranks' buffers in this rank's address space, int64 [world]."""
+        """Return the addresses of all ranks' buffers here, in the order of their sum, int64 [world]."""
         key = id(tensors)
         if key not in self._address_tensors:
-            pointers = [x.data_ptr() for x in tensors]
+            pointers = [tensors[rank].data_ptr() for rank in self._leaves]
             self._address_tensors[key] = torch.tensor(pointers, dtype=torch.int64, device=self.memory.device)
         return self._address_tensors[key]

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpfuse.comm.collectives import collective
+from tpfuse.comm.sum_order import Sum
 from tpfuse.comm.traffic import Traffic
 
 Spans = Sequence[tuple[int, int, int]]
@@ -47,11 +48,18 @@ class Compression(ABC):
 class InterNodeReducer:
     """Sums over nodes. group: the ranks with this rank's position on every node, ordered by node.
 
-    first_bucket: the number by which the compression knows bucket 0.
+    first_bucket: the number by which the compression knows bucket 0. total: the order of sums; None for that of the
+    backend.
     """
 
-    def __init__(self, group: ProcessGroup, compression: Compression | None = None, first_bucket: int = 0) -> None:
-        self.group, self.compression, self._first = group, compression, first_bucket
+    def __init__(
+        self,
+        group: ProcessGroup,
+        compression: Compression | None = None,
+        first_bucket: int = 0,
+        total: Sum | None = None,
+    ) -> None:
+        self.group, self.compression, self._first, self._total = group, compression, first_bucket, total
         self.node, self.nodes = group.rank(), group.size()
 
     def all_reduce(self, x: Tensor, index: int, spans: Spans, traffic: Traffic) -> None:
@@ -67,7 +75,7 @@ class InterNodeReducer:
             return self.compression.reduce_scatter(x, self._first + index, spans, self.group, traffic)
         rows = x.view(self.nodes, -1)
         out = rows[0].new_empty(rows.shape[1])
-        collective.start_reduce_scatter(rows, out, self.group).wait()
+        collective.start_reduce_scatter(rows, out, self.group, self._total).wait()
         traffic.exchange((self.nodes - 1) * out.nbytes)
         return out
 
