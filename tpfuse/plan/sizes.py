@@ -171,6 +171,8 @@ class TrainingProgram:
     reduce_bytes: int = 4
     # What a rank keeps of the gradients of earlier micro-batches at stages 2 and 3 of ZeRO.
     accumulate: Accumulate = "sharded"
+    # How often a rank has the whole gradients beside that, for open subtrees of virtual ranks; None without such ranks.
+    subtrees: int | None = None
     # The bytes of an element that a product takes or returns under autocast; 0 without it: those of a parameter.
     autocast_bytes: int = 0
     # Whether kernels of Triton compute, or torch's, which keep masks of dropout and statistics in the dtype of x.

@@ -10,9 +10,10 @@
 
 Parameters of a half type have float32 masters, and moments may be bfloat16. If several micro-batches accumulate whole,
 stages 2 and 3 also hold whole gradients; those of parameters that both ends of a pipeline share do so at stage 2 in any
-case. A bucket of one rank is held as at stage 1, as one shard. The shapes of a block and of the parts outside the
-blocks give the buckets (`tpfuse.zero.bucket_layout`), with their padding. If Muon updates the matrices of the blocks,
-these have one moment, in float32, and buckets of their own.
+case. Virtual ranks accumulate whole, in more than one tensor (`tpfuse.comm.sum_order`). A bucket of one rank is held as
+at stage 1, as one shard. The shapes of a block and of the parts outside the blocks give the buckets
+(`tpfuse.zero.bucket_layout`), with their padding. If Muon updates the matrices of the blocks, these have one moment, in
+float32, and buckets of their own.
 
 The count has the buffers that exist during a whole step and, for buffers that come and go, the largest amount that
 exists at the same time. ZeRO: arXiv:1910.02054.
@@ -89,6 +90,7 @@ def states(
             optimizer += count * (size if stage == 0 else size // world) * moments
             gradients += count * (size // world * state if stage == 2 else size * program.gradient_bytes)
             # The gradients that are not sent yet are in a buffer, or they wait for their bucket's turn.
+            gradients += count * size * program.gradient_bytes * (program.subtrees or 0)
             if stage == 2 and accumulating and (program.accumulate == "whole" or group == "tied"):
                 gradients += count * size * program.gradient_bytes
             elif stage == 2:
@@ -102,6 +104,7 @@ def states(
             reducers[group.removeprefix("muon")] = count + found.total(), max(most, largest)
     for count, largest in reducers.values():
         buffers += min(GRADIENT_BUFFERS, count) * largest * sent
+    gradients += _heads(sizes, part, tp, program)
     return States(parameters, gradients + unsent, optimizer, buffers)
 
 
@@ -128,12 +131,19 @@ def _fully_sharded(
         gathered = whole if parameter < state else 0
     gradients = shard * state + max(block, rest) * parameter
     if accumulating and program.accumulate == "whole":
-        gradients += whole * sent
+        gradients += whole * sent * (1 + (program.subtrees or 0)) + _heads(sizes, part, tp, program)
     buffers = gathered * parameter + max(block_shard, rest_shard) * world * sent
     _, matrices = _unit(tuple(shape for _, shape in _block(sizes, tp, True) if len(shape) > 1), world)
     by_muon = part.blocks * matrices * (program.muon_steps > 0)
     moments = 2 * (shard - by_muon) * program.moment_bytes + by_muon * state
     return States(shard * state, gradients, moments, buffers)
+
+
+def _heads(sizes: ModelSizes, part: RankPart, tp: int, program: TrainingProgram) -> int:
+    """Return the bytes of the gradients of a tied embedding as the head, which virtual ranks need apart."""
+    if program.subtrees is None or not (sizes.tied and part.first and part.last):
+        return 0
+    return -(-sizes.table_parameters // tp) * program.gradient_bytes * (1 + program.subtrees)
 
 
 @cache

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpfuse import switches
+from tpfuse.comm.sum_order import VirtualRanks
 from tpfuse.errors import UserError, check_at_least, refusing
 from tpfuse.switches import resolved_kernels, use
 from tpfuse.train.compiled import check_compiler
@@ -98,11 +99,16 @@ def _check_batch(options: TrainCommand) -> None:
     train, dp = options.train, options.parallel.data_ranks
     if train.batch % dp:
         raise UserError(f"--train.batch {train.batch} cannot be divided among {dp} data-parallel ranks")
+    with refusing("--train."):
+        VirtualRanks.of(train.virtual_ranks, 1, dp)
+    ranks, kind = (train.virtual_ranks, "virtual rank") if train.virtual_ranks else (dp, "rank")
+    if train.batch % ranks:
+        raise UserError(f"--train.batch {train.batch} cannot be divided among {ranks} {kind}s")
     share = train.batch // dp
-    if train.micro_batch and share % train.micro_batch:
+    if train.micro_batch and train.batch // ranks % train.micro_batch:
         raise UserError(
-            f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of each rank"
-            f" (--train.batch {train.batch}, dp {dp})"
+            f"--train.micro-batch {train.micro_batch} does not divide the {train.batch // ranks} sequences of each"
+            f" {kind} (--train.batch {train.batch}, {'virtual-ranks' if train.virtual_ranks else 'dp'} {ranks})"
         )
     with refusing(f"--parallel.pp-stages-per-rank {options.parallel.pp_stages_per_rank}: "):
         stage_owners(options.parallel)

@@ -29,7 +29,7 @@ def effects(kind: type = TrainCommand) -> dict[tuple[str, ...], Effect]:
     for place, own in marks(kind).items():
         effect = [mark for mark in own if isinstance(mark, Effect)]
         if len(effect) != 1:
-            raise TypeError(f"{kind.__name__}.{'.'.join(place)}: expected Alters, Rounds, Keeps or Begins")
+            raise TypeError(f"{kind.__name__}.{'.'.join(place)}: expected Alters, Rounds, Orders, Keeps or Begins")
         found[place] = effect[0]
     return found
 
@@ -124,7 +124,8 @@ def check_loss(saved: dict[str, Any], now: dict[str, Any], options: TrainCommand
     saved, now: the proof in the checkpoint and of this run (`tpfuse.train.loop`): the digest of the next batch's
     tokens, the loss on it without dropout, and the machine. before: the options in the checkpoint. layers: their
     number. The losses are equal to the bit on the same machine with the same options, on CPUs or with
-    --train.deterministic; else they differ by rounding. They cannot be compared if the batch, or what its tokens see,
+    --train.deterministic, and under --train.virtual-ranks with another number of data-parallel ranks, pipeline or ZeRO
+    stage too; else they differ by rounding. They cannot be compared if the batch, or what its tokens see,
     is another on purpose.
     """
     found = changes(before, options)
@@ -134,7 +135,8 @@ def check_loss(saved: dict[str, Any], now: dict[str, Any], options: TrainCommand
         return "" if chosen else "the next batch has other tokens than before"
     if "data.documents" in found:
         return ""  # other tokens see each other, so the loss is another on purpose
-    same = saved["machine"] == now["machine"] and not any(x.effect is not Effect.NOTHING for x in found.values())
+    harmless = {Effect.NOTHING, Effect.ORDER} if options.train.virtual_ranks else {Effect.NOTHING}
+    same = saved["machine"] == now["machine"] and all(change.effect in harmless for change in found.values())
     allowed = 0.0 if same and now["exact"] else _rounding(before, options, layers) * max(1.0, abs(saved["loss"]))
     if abs(now["loss"] - saved["loss"]) <= allowed:
         return ""

@@ -21,7 +21,7 @@ from tpfuse.checkpoint import checkpoint
 from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.autotune import autotune
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
-from tpfuse.comm.limits import core_time, set_threads
+from tpfuse.comm.limits import core_time, repeat_bits, set_threads
 from tpfuse.comm.mesh import build_mesh, tensor_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.stacks import offered_stack
@@ -66,13 +66,16 @@ def train_rank(info: RankInfo, run: PreparedRun) -> int:
     """
     stop = StopRequest(insistent=info.world == 1)
     use(implementation=run.options.parallel.impl, kernels=run.options.kernels)
-    if run.options.train.deterministic:
+    ordered = run.options.train.virtual_ranks > 0
+    if run.options.train.deterministic or ordered:
         torch.use_deterministic_algorithms(True)
     comm, debug = run.options.comm, run.options.debug
     set_settings(timeout=comm.timeout, fingerprint=debug.fingerprint, flight_folder=run.folder)
     device = device_of(info)
     if device.type == "cpu":
         set_threads(core_time() / info.local_world)
+        if ordered:
+            repeat_bits()
         keep_freed_memory()
     elif run.options.train.expandable_segments:
         expand_segments()
@@ -189,7 +192,8 @@ class TrainingLoop:
         return {
             "tokens": sha256(tokens.numpy().tobytes()).hexdigest(),
             "loss": loss,
-            "exact": (self.device.type == "cpu" or train.deterministic) and not self.decisions,
+            "exact": (self.device.type == "cpu" or train.deterministic or train.virtual_ranks > 0)
+            and not self.decisions,
             "machine": f"{machine(self.device.type)}, {torch.get_num_threads()} threads a rank",
         }
 

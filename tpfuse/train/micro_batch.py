@@ -32,13 +32,14 @@ def with_micro_batch(
     local_world: int,
     kept: int | None,
 ) -> tuple[TrainCommand, str]:
-    """Return the options with a size that fits the free memory of all ranks, and why in words; "" if one was given.
+    """Return the options with a size that fits the free memory of all ranks, and why in words; "" if one was given, or
+    follows from virtual ranks.
 
     options: with the layout filled in. mesh: the tensor-parallel mesh. local_world: the ranks of this host, which share
     its memory. kept: that of the checkpoint to continue from, which stays if it fits, so that the same run computes the
     same bits again. Where all sequences fit, the options do not change. Collective, if no size is given.
     """
-    if options.train.micro_batch is not None:
+    if options.train.micro_batch is not None or options.train.virtual_ranks:
         return options, ""
     found = exchange(free_bytes(device, local_world), default_group(), op="agreeing on the size of micro-batches")
     known = [free for free in found if free is not None]

@@ -57,7 +57,9 @@ def without(options: TrainCommand, places: Collection[Place]) -> TrainCommand:
 
 def suited(options: TrainCommand) -> TrainCommand:
     """Return the options of a changed layout. Those that mean nothing in it are reset if they affect only rounding."""
-    return without(options, [place for place in meaningless(options) if Effect.ROUNDING in marks()[place]])
+    return without(
+        options, [place for place in meaningless(options) if {Effect.ROUNDING, Effect.ORDER} & set(marks()[place])]
+    )
 
 
 def described(options: TrainCommand, places: Collection[Place]) -> str:

@@ -53,12 +53,14 @@ class Effect(Enum):
 
     NUMBERS = "the step computes other numbers"
     ROUNDING = "the step rounds differently"
+    ORDER = "the step sums in another order, unless virtual ranks fix it"
     NOTHING = "the step computes the same, or what the option names is compared"
     REFUSED = "nothing: only new runs read it"
 
 
 Alters = Annotated[T, Effect.NUMBERS]
 Rounds = Annotated[T, Effect.ROUNDING]
+Orders = Annotated[T, Effect.ORDER]
 Keeps = Annotated[T, Effect.NOTHING]
 Begins = Annotated[T, Effect.REFUSED]
 
@@ -161,6 +163,9 @@ class TrainOptions:
     """Micro-batch size: sequences in each forward pass of a rank; the step accumulates gradients over them (gradient
     accumulation). Default: as many as the free memory holds, at most all of the rank, and in a pipeline at least 4 x pp
     micro-batches if possible."""
+    virtual_ranks: Rounds[int] = 0
+    """Virtual data-parallel ranks, a power of two: the run has the same bits for every parallel.dp that divides it,
+    every parallel.pp and every ZeRO stage (docs/training.md). 0: the order of sums is that of the real ranks."""
     seed: Alters[int] = 1337
     """Seed of the initial weights, the batches and dropout."""
     dtype: Alters[Dtype] = "float32"
@@ -246,7 +251,7 @@ class ParallelOptions:
 
     tp: Rounds[int] = 1
     """Tensor parallelism with sequence parallelism: ranks that share the matrices of each layer."""
-    dp: Rounds[OptionalInt] = None
+    dp: Orders[OptionalInt] = None
     """Data parallelism: ranks that share the sequences of a batch. Default: all ranks divided by tp x cp x pp."""
     cp: Rounds[int] = 1
     """Context parallelism (ring attention): ranks that share the tokens of each sequence."""
@@ -258,16 +263,16 @@ class ParallelOptions:
     attention), contiguous (one chunk) or striped (every cp-th token)."""
     cp_ulysses: OfUlyssesRing[Rounds[OptionalInt]] = None
     """Ulysses group size under ulysses_ring. Default: the largest divisor of cp below cp that divides the heads."""
-    pp: Rounds[int] = 1
+    pp: Orders[int] = 1
     """Pipeline parallelism: ranks that share the layers. The micro-batches pass from rank to rank."""
-    pp_schedule: OfPipelines[Rounds[PipelineSchedule]] = "1f1b"
+    pp_schedule: OfPipelines[Orders[PipelineSchedule]] = "1f1b"
     """Pipeline schedule: gpipe (all forward passes first), 1f1b (one forward, one backward), interleaved_1f1b (several
     stages on each rank), zero_bubble (weight gradients fill idle time), or zbv (zero_bubble in a V of two stages)."""
-    pp_stages_per_rank: OfPipelines[Rounds[OptionalInt]] = None
+    pp_stages_per_rank: OfPipelines[Orders[OptionalInt]] = None
     """Pipeline stages of each rank. Default: 2 for interleaved_1f1b and zbv, 1 for the others."""
-    pp_layers: OfPipelines[Rounds[OptionalText]] = None
+    pp_layers: OfPipelines[Orders[OptionalText]] = None
     """Layers of each pipeline stage, as in 3,5,4,4. Default: about equal work on all ranks, embedding and head too."""
-    replicas: OfReplicas[Rounds[int]] = 1
+    replicas: OfReplicas[Orders[int]] = 1
     """HSDP: replica groups of ZeRO stage 3 (FSDP), each of which shards the parameters. The number of nodes keeps
     gathers within nodes. It must divide dp x cp."""
     impl: Rounds[Implementation] = "auto"
@@ -288,13 +293,13 @@ class ParallelOptions:
 class ZeroOptions:
     """The state that data-parallel and context-parallel ranks shard among themselves (ZeRO, arXiv:1910.02054)."""
 
-    stage: Rounds[int] = 0
+    stage: Orders[int] = 0
     """ZeRO stage: 0 (shard nothing), 1 (optimizer state), 2 (and gradients) or 3 (and parameters: FSDP)."""
     gradient_dtype: OfWholeParameters[Alters[GradientDtype]] = "float32"
     """Dtype in which gradients accumulate: float32, or parameter for the parameters' dtype. Stage 3: float32 only."""
     reduce_dtype: Alters[Literal["gradient", "float32", "parameter"]] = "gradient"
     """Dtype in which gradients are reduced over ranks: float32, parameter, or gradient for that of gradient_dtype."""
-    accumulate: OfShardedGradients[Rounds[Accumulate]] = "sharded"
+    accumulate: OfShardedGradients[Orders[Accumulate]] = "sharded"
     """Gradients of earlier micro-batches that a rank keeps at stages 2 and 3: sharded (its shard of their sum: each
     micro-batch is reduced) or whole (all: one reduction in a step, for four bytes a parameter)."""
     offload: Rounds[str] = "none"

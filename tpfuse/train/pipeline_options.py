@@ -34,11 +34,14 @@ def stage_owners(parallel: ParallelOptions) -> tuple[int, ...]:
 def micro_batch_size(options: TrainCommand) -> int:
     """Return the sequences of a micro-batch. options: with the layout filled in.
 
-    By default a micro-batch has all sequences of the rank. A pipeline has at least four micro-batches for each of its
-    ranks if the batch allows it: the bubble is then at most a fifth of the step.
+    By default a micro-batch has all sequences of the rank, or of a virtual rank. A pipeline without virtual ranks has
+    at least four micro-batches for each of its ranks if the batch allows it: the bubble is then at most a fifth of the
+    step.
     """
     share, ranks = options.train.batch // options.parallel.data_ranks, options.parallel.pp
-    if options.train.micro_batch or ranks == 1:
+    if options.train.virtual_ranks:
+        share = options.train.batch // options.train.virtual_ranks
+    if options.train.micro_batch or options.train.virtual_ranks or ranks == 1:
         return options.train.micro_batch or share
     counts = []
     for count in (count for count in range(1, share + 1) if share % count == 0):

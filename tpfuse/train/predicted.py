@@ -19,7 +19,10 @@ from tpfuse.train.pipeline_options import micro_batch_size, pipeline_stages, sta
 from tpfuse.train.rank_model import MODELS, ModelConfig
 
 _TIMED = ("float32", "bfloat16", "float16")  # the dtypes whose rates are known
-UNTIMED = ("train.autocast", "train.offload_activations", "zero.offload", "zero.compression", "parallel.replicas")
+UNTIMED = (
+    "train.autocast", "train.offload_activations", "train.virtual_ranks", "zero.offload", "zero.compression",
+    "parallel.replicas",
+)  # fmt: skip
 """The options whose cost the model of cost does not know."""
 
 
@@ -123,12 +126,13 @@ def program_of(options: TrainCommand, heads: int) -> TrainingProgram:
     train, zero, parallel = options.train, options.zero, options.parallel
     size = getattr(torch, train.dtype).itemsize
     widths = {"float32": max(4, size), "parameter": size}
-    gradients = widths[zero.gradient_dtype]
+    gradients, virtual = widths[zero.gradient_dtype], train.virtual_ranks
     return replace(
         TPFUSE,
         parameter_bytes=size,
         gradient_bytes=gradients,
-        accumulate=zero.accumulate if zero.compression == "none" or zero.stage == 3 else "whole",
+        accumulate="whole" if virtual or (zero.compression != "none" and zero.stage < 3) else zero.accumulate,
+        subtrees=(virtual // parallel.data_ranks).bit_length() - 1 if virtual else None,
         reduce_bytes=gradients if zero.reduce_dtype == "gradient" else widths[zero.reduce_dtype],
         autocast_bytes=0 if train.autocast == "none" else getattr(torch, train.autocast).itemsize,
         half_moments=options.optim.state_dtype == "bfloat16",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import fsum
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from tpfuse.comm.agreement import exchange
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.dispatch import connected
 from tpfuse.comm.mesh import AXES, DATA_AXES, flat_group, rank_and_size
-from tpfuse.comm.rank_order import summed_dtype
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.comm.trace import span
 from tpfuse.errors import RunError
 from tpfuse.ops.cross_entropy import is_ignored
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.pipeline.runner import Runner
+from tpfuse.parallel.pipeline.shared_parameters import SharedParameters
 from tpfuse.parallel.pipeline.timeline import Interval, Timeline
 from tpfuse.train.batches import MicroBatch, Windows
 from tpfuse.train.compiled import compiler_errors
@@ -158,18 +160,23 @@ class Trainer:
     def _engine(self) -> GradientBuckets | FullySharded:
         """Make ZeRO's engine."""
         zero = self.options.zero
-        tied = self.config.tied
+        tied, ordered = self.config.tied, self.options.train.virtual_ranks > 0
+        shared = None if self.runner is None else self.runner.shared_parameters(self.model, tied)
+        if ordered and shared is None and not self.config.family:
+            shared = SharedParameters(dict.fromkeys(tied, 2))  # as embedding and as head, which a pipeline has apart
         return shard(
             self.model,
             self.mesh,
             stage=zero.stage,
             units=blocks_of(self.model),
             replicas=self.options.parallel.replicas,
-            shared=None if self.runner is None else self.runner.shared_parameters(self.model, tied),
+            shared=shared,
             gradient_dtype=zero.gradient_dtype,
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
             accumulate=zero.accumulate,
             compression=self.compression,
+            virtual_ranks=self.options.train.virtual_ranks,
+            micro_batches=max(1, self._micro_batches * self.dp // max(1, self.options.train.virtual_ranks)),
             matrices=hidden_matrices(self.model) if self.options.optim.name == "muon" else None,
             offload=zero.offload,
         )
@@ -206,6 +213,11 @@ class Trainer:
         return ", ".join(dict.fromkeys(self.engine.reasons))
 
     @property
+    def _micro_batches(self) -> int:
+        """Return the number of this rank's micro-batches in a step."""
+        return self.options.train.batch // self.dp // micro_batch_size(self.options)
+
+    @property
     def tokens_per_step(self) -> int:
         """Return the number of tokens of a batch."""
         return self.options.train.batch * self.config.n_positions
@@ -240,17 +252,15 @@ class Trainer:
         with compiler_errors(self.step) if options.train.compile else nullcontext():
             if self.graph is not None:
                 passes = partial(self._passes, weight=weight, reduce=False)
-                total = self.graph.run(self._with_keys(batches), passes, self.step)
+                losses = self.graph.run(self._with_keys(batches), passes, self.step)
             elif self.runner is None:
-                total = self._passes(batches, weight, reduce=True)
+                losses = self._passes(batches, weight, reduce=True)
             else:
-                total = torch.zeros((), dtype=torch.float64, device=self.device)
                 self.engine.start(last=True, backwards=len(batches))
-                for loss in self.runner.train(batches, self.engine):
-                    total += loss / weight
+                losses = self._values(self.runner.train(batches, self.engine)) / weight
         with span("phase", "gradients"):
             self.engine.finish()
-            squared, whole, labels, stop, idle = self._agree(total, _labels(batches), stop_wanted())
+            squared, whole, labels, stop, idle = self._agree(losses, _labels(batches), stop_wanted())
         for memory in connected():
             memory.check()
         if not labels:
@@ -275,11 +285,11 @@ class Trainer:
         return replace(result, sent=after.sent - sent, received=after.received - received)
 
     def _passes(self, batches: list[MicroBatch], weight: float, *, reduce: bool) -> Tensor:
-        """Run the passes of each micro-batch, and return the sum of the losses divided by their weight, float64 [].
+        """Run the passes of the micro-batches, and return their losses divided by the weight, float64 [micro-batches].
 
         reduce: whether the last backward pass begins to sum the gradients over ranks.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        losses = []
         for index, batch in enumerate(batches):
             self.engine.start(last=reduce and index == len(batches) - 1)
             with span("micro_batch", f"micro-batch {index}"):
@@ -287,31 +297,46 @@ class Trainer:
                     loss = self.language_model.loss(batch)
                 with span("phase", "backward"):
                     loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach() / weight
-        return total
+            losses.append(loss)
+        return self._values(losses) / weight
 
     def _with_keys(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the keys of the step's dropout, which the host makes."""
         keys = dropout_keys(batches[0].ids, self.options.train.seed, self.step, self.config.dropout_sites)
         return [batch._replace(at=keys) for batch in batches]
 
-    def _agree(self, total: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
+    def _values(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return losses, of which a pipeline's rank without its last stage has none, as one tensor, float64 [n]."""
+        return (
+            torch.stack([loss.detach().double() for loss in losses]) if losses else torch.zeros(0, device=self.device)
+        )
+
+    def _placed(self, losses: Tensor, share: int) -> Tensor:
+        """Return the losses of all ranks' micro-batches, float64, with those of this rank alone; the others are zero.
+
+        share: the number of a rank's micro-batches. The sum over ranks has no order, since each place is that of one
+        micro-batch; only context-parallel ranks have several parts of its loss.
+        """
+        places = torch.zeros(self.dp, share, dtype=torch.float64, device=self.device)
+        if len(losses) and self.tp_rank == 0:
+            places[self.dp_rank] = losses
+        return places.view(-1)
+
+    def _agree(self, losses: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
         """Return the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
         any rank must stop, and `StepResult.idle`.
         """
         measures = self.runner is not None and self.device.type == "cpu"  # the same on all ranks
-        vector = torch.zeros(4 + 2 * self.world * measures, dtype=torch.float64, device=self.device)
-        vector[0] = self.engine.squared_norm()
-        if self.tp_rank == 0:
-            vector[1] = total
-        vector[2], vector[3] = labels, float(stop)
+        known = torch.stack([self.engine.squared_norm(), labels.double(), labels.new_tensor(float(stop)).double()])
+        times = torch.zeros(2, self.world * measures, dtype=torch.float64, device=self.device)
         if intervals := self._intervals:  # each rank fills in its own entries, and the sum has those of all ranks
             busy = sum(interval.end - interval.start for interval in intervals)
-            vector[4 + self.rank :: self.world] = torch.tensor((busy, intervals[-1].end), dtype=torch.float64)
-        squared, loss, counted, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
-        busy_s, ended = seconds[: self.world], seconds[self.world :]
+            times[:, self.rank] = torch.tensor((busy, intervals[-1].end), dtype=torch.float64)
+        vector = torch.cat([known, times.view(-1), self._placed(losses, self._micro_batches)])
+        squared, counted, stopping, *rest = collectives.all_reduce(vector, self.world_group).tolist()
+        busy_s, ended, parts = rest[: times.shape[1]], rest[times.shape[1] : times.numel()], rest[times.numel() :]
         idle = tuple(1.0 - busy / max(ended) for busy in busy_s) if any(ended) else ()
-        return squared, loss, counted * self.dp / self.world, stopping > 0, idle
+        return squared, fsum(parts), counted * self.dp / self.world, stopping > 0, idle
 
     def _overflow(self, result: StepResult, batches: list[MicroBatch]) -> StepResult:
         """Halve the loss scale and make no update in float16. Raise RunError if that cannot help."""
@@ -340,18 +365,17 @@ class Trainer:
 
         Raise RunError if no target of them has a loss.
         """
-        total, labels = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
+        labels = torch.zeros(1, dtype=torch.float64, device=self.device)
+        losses: list[Tensor] = []
         for number in range(first, first + batches):
             micro_batches = self.micro_batches(windows, number)
             labels += _labels(micro_batches)
-            for loss in self._losses(micro_batches):
-                total += loss
-        if self.tp_rank:
-            total.zero_()
-        whole, counted = collectives.all_reduce(torch.stack([total, labels]), self.world_group).tolist()
+            losses += self._losses(micro_batches)
+        vector = torch.cat([labels, self._placed(self._values(losses), batches * self._micro_batches)])
+        counted, *parts = collectives.all_reduce(vector, self.world_group).tolist()
         if not counted:
             raise RunError("no target of the batches to evaluate has a loss")
-        return float(whole / (counted * self.dp / self.world))
+        return float(fsum(parts) / (counted * self.dp / self.world))
 
     @torch.no_grad()
     def _losses(self, batches: list[MicroBatch]) -> Sequence[Tensor]:
