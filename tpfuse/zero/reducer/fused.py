@@ -72,7 +72,8 @@ class FusedReducer(DirectReducer):
         self._beside = replace(self._endpoint, programs=min(RESERVED, self._endpoint.programs))
         if overlaps:
             self.reservation = Reservation(_OWNER)
-        self._squares = torch.zeros(len(self.specs), self._endpoint.programs, device=memory.device)
+        shape = len(self.specs), self._endpoint.programs
+        self._squares = torch.zeros(shape, dtype=torch.float64, device=memory.device)
         self._later: Tensor | None = None  # the sums of a later turn, before they are added; made when there is one
         self._ends: dict[int, object] = {}  # of the sums that have begun beside the backward pass, by turn
 
@@ -108,7 +109,7 @@ class FusedReducer(DirectReducer):
         else:
             self.memory.join(end)
         part = gradients[self.memory.rank][self._node_shard(index)]
-        self._squared_norms[index] = None if again else self._squares[index].double().sum()
+        self._squared_norms[index] = None if again else self._squares[index].sum()
         self.traffic.exchange((self.memory.world - 1) * part.nbytes)
         return self._separate_sums.get(index, part)
 
