@@ -2,7 +2,7 @@
 
 The loss is the sum over all labels of the batch divided by their number, in every layout: data-parallel ranks have
 different sequences, context-parallel ranks have different tokens of the same sequences, and gradients are summed over
-both. At the end of each backward pass, the ranks sum one small vector: the squared norm of the gradient, the loss, the
+both. At the end of each backward pass, the ranks sum one small vector: the squares of the gradient, the loss, the
 number of labels, and whether a rank was asked to stop. So all ranks see the same numbers and take the same decision.
 """
 
@@ -250,16 +250,16 @@ class Trainer:
                     total += loss / weight
         with span("phase", "gradients"):
             self.engine.finish()
-            squared, whole, labels, stop, idle = self._agree(total, _labels(batches), stop_wanted())
+            squares, whole, labels, stop, idle = self._agree(total, _labels(batches), stop_wanted())
         for memory in connected():
             memory.check()
         if not labels:
             raise RunError(f"step {self.step}: no target of the batch has a loss; the last checkpoint is untouched")
         share = tokens / labels  # `weight` is that of a batch in which every token has a label
-        norm = squared**0.5 / self.loss_scale * share
+        norm = self.engine.norm(squares) / self.loss_scale * share
         lr = learning_rate(optim, self.step, options.train.steps, tokens, self.ahead)
         result = StepResult(whole / labels, norm, lr, stop, idle=idle)
-        if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
+        if not (norm < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
         factor = share / self.loss_scale
         if optim.clip and norm > optim.clip:
@@ -295,23 +295,25 @@ class Trainer:
         keys = dropout_keys(batches[0].ids, self.options.train.seed, self.step, self.config.dropout_sites)
         return [batch._replace(at=keys) for batch in batches]
 
-    def _agree(self, total: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
-        """Return the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
-        any rank must stop, and `StepResult.idle`.
+    def _agree(
+        self, total: Tensor, labels: Tensor, stop: bool
+    ) -> tuple[tuple[float, float], float, float, bool, tuple[float, ...]]:
+        """Return the argument of `Engine.norm`, the global sum of the loss, the global number of labels, whether any
+        rank must stop, and `StepResult.idle`.
         """
         measures = self.runner is not None and self.device.type == "cpu"  # the same on all ranks
-        vector = torch.zeros(4 + 2 * self.world * measures, dtype=torch.float64, device=self.device)
-        vector[0] = self.engine.squared_norm()
+        vector = torch.zeros(5 + 2 * self.world * measures, dtype=torch.float64, device=self.device)
+        vector[:2] = self.engine.squares()
         if self.tp_rank == 0:
-            vector[1] = total
-        vector[2], vector[3] = labels, float(stop)
+            vector[2] = total
+        vector[3], vector[4] = labels, float(stop)
         if intervals := self._intervals:  # each rank fills in its own entries, and the sum has those of all ranks
             busy = sum(interval.end - interval.start for interval in intervals)
-            vector[4 + self.rank :: self.world] = torch.tensor((busy, intervals[-1].end), dtype=torch.float64)
-        squared, loss, counted, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
+            vector[5 + self.rank :: self.world] = torch.tensor((busy, intervals[-1].end), dtype=torch.float64)
+        square, bound, loss, counted, stopping, *seconds = collectives.all_reduce(vector, self.world_group).tolist()
         busy_s, ended = seconds[: self.world], seconds[self.world :]
         idle = tuple(1.0 - busy / max(ended) for busy in busy_s) if any(ended) else ()
-        return squared, loss, counted * self.dp / self.world, stopping > 0, idle
+        return (square, bound), loss, counted * self.dp / self.world, stopping > 0, idle
 
     def _overflow(self, result: StepResult, batches: list[MicroBatch]) -> StepResult:
         """Halve the loss scale and make no update in float16. Raise RunError if that cannot help."""
