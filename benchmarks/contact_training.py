@@ -51,7 +51,7 @@ PARTS = {
     "norms": r"_norm_|layer_norm",
     "activation": r"gelu|activation_backward",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|addmm|::mm|splitK",
-    "update": r"adamw|multi_tensor|squared_norm",
+    "update": r"adamw|multi_tensor",
     "sums of rows": r"reduce|sum",
     "copies and additions": r"elementwise|vectorized|copy|add|fill|memcpy|memset|cat",
 }

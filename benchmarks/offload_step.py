@@ -85,7 +85,7 @@ def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[dic
         losses.append(float(loss.detach()))
         del loss
         engine.finish()
-        norm = float(engine.squared_norm()) ** 0.5
+        norm = engine.norm()
         phases.end(f"step {number}, gradients")
         optimizer.step(1e-3, min(1.0, _CLIP / (norm + 1e-6)))
         phases.end(f"step {number}, update")

@@ -25,7 +25,6 @@ from benchmarks.cpu_ranks import Call, whole
 from benchmarks.harness import OURS
 from benchmarks.torch_gpt import decay_groups
 from tpfuse.choices import Accumulate
-from tpfuse.comm import collectives
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
@@ -116,7 +115,7 @@ def _engine_step(
             engine.start(last=part == subject.micro_batches - 1)
             subject.loss(model, number, [rank], share, part).backward()  # type: ignore[no-untyped-call]
         engine.finish()
-        norm = float(collectives.all_reduce(engine.squared_norm(), group)) ** 0.5
+        norm = engine.norm()
         optimizer.step(LR, min(1.0, CLIP / (norm + 1e-6)))
         return norm
 

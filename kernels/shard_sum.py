@@ -3,8 +3,8 @@
 Every rank has its own flat buffer of gradients in symmetric memory, of one size and dtype, and owns the elements
 [start, start + m) of the sum, which no other rank owns (ZeRO, arXiv:1910.02054). It reads these elements in place, each
 once, and sums in float32 along a binary tree of the addresses, whose order all ranks share (`tpfuse.comm.sum_order`):
-nothing is staged, and the result does not depend on the owner. The sum may
-overwrite the rank's own gradients: no other rank reads those.
+nothing is staged, and the result does not depend on the owner. The sum may overwrite the rank's own gradients: no other
+rank reads those. The squares of the sums are added in float64, in which they are exact.
 
 There is one round of signals, at the beginning: program p waits until program p of every rank has started, which
 happens after all that the rank's stream did before, and so after its gradients are written. There is no round at the
@@ -16,6 +16,7 @@ are summed in turn, the sum of the other buffer comes between two sums of the sa
 gradients must come after that launch on the stream.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,7 +68,7 @@ def shard_sum_kernel(
     gradients_ptr,  # [size] bf16, this rank's: read through its address
     addresses_ptr,  # [WORLD] int64, addresses of [size] bf16, read
     out_ptr,  # [m] float32, written
-    squares_ptr,  # [parts] float32, written
+    squares_ptr,  # [parts] float64, written
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
@@ -85,27 +86,30 @@ def shard_sum_kernel(
     if running:
         if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, trace_ptr=trace_ptr):
             since = now(trace_ptr)
-            squares = tl.zeros((BLOCK,), tl.float32)
+            squares = tl.zeros((BLOCK,), tl.float64)
             for tile in range(pid, tl.cdiv(m, BLOCK), programs):
                 offs = tile * BLOCK + tl.arange(0, BLOCK)
                 mask = offs < m
                 total = sum_over_ranks(addresses_ptr, start, offs, mask, dtype, WORLD)
                 tl.store(out_ptr + offs, total, mask=mask)
-                squares += total * total
-            tl.store(squares_ptr + pid, tl.sum(squares, 0))
-            for part in range(pid + programs, parts, programs):
-                tl.store(squares_ptr + part, 0.0)
+                wide = total.to(tl.float64)
+                squares += wide * wide
+            own = tl.sum(squares, 0)
+            for part in range(pid, parts, programs):
+                tl.store(squares_ptr + part, tl.where(part == pid, own, 0.0))
             record(trace_ptr, COMPUTING, rank, since)
             advance(state_ptr, epoch)
 
 
 def shard_sum(
     gradients: Tensor, addresses: Tensor, out: Tensor, squares: Tensor, start: int, endpoint: Endpoint
-) -> None:
+) -> int:
     """Set out = Σ over ranks of gradients[start : start + m], squares.sum() = Σ out², once all ranks have called this.
 
+    Return the most additions through which the square of an element passes until it is in `squares`.
+
     gradients: [size] float32, float16 or bfloat16, this rank's; addresses: [world] int64, the address of every rank's
-    buffer, multiples of 16. out: [m] float32; it may be gradients[start : start + m]. squares: [parts] float32, at
+    buffer, multiples of 16. out: [m] float32; it may be gradients[start : start + m]. squares: [parts] float64, at
     least endpoint.programs, overwritten: a part for each program, the rest 0; the same in every run. All ranks pass the
     same size, dtype, m and parts, and shards that do not overlap; a start that is a multiple of 16 permits wide
     accesses. No rank may write its gradients before its next launch on the channel. Raise ValueError for other shapes,
@@ -113,17 +117,21 @@ def shard_sum(
     """
     m = out.numel()
     check_flat("shard_sum", "gradients", gradients, addresses, start, m, endpoint)
-    for name, x, shape in (("out", out, (m,)), ("squares", squares, (squares.numel(),))):
-        check_tensor("shard_sum", name, x, shape, FLOATS[:1], ("gradients", gradients), contiguous=True)
+    beside = "gradients", gradients
+    check_tensor("shard_sum", "out", out, (m,), (torch.float32,), beside, contiguous=True)
+    check_tensor("shard_sum", "squares", squares, (squares.numel(),), (torch.float64,), beside, contiguous=True)
     if len(squares) < endpoint.programs:
         raise ValueError(f"shard_sum: squares has {len(squares)} elements: expected at least {endpoint.programs}")
     if m == 0:
         squares.zero_()
-        return
+        return 0
     row = choose_configuration("shard_sum", gradients.device, gradients.dtype)
+    block: int = row.blocks["BLOCK"]
+    tiles = cdiv(m, block)
+    (programs,) = grid = endpoint.grid("shard_sum", 0, tiles)
     launch(
         shard_sum_kernel,
-        endpoint.grid("shard_sum", 0, cdiv(m, row.blocks["BLOCK"])),
+        grid,
         gradients_ptr=gradients,
         addresses_ptr=addresses,
         out_ptr=out,
@@ -134,6 +142,7 @@ def shard_sum(
         **row.options,
         **endpoint.signals(),
     )
+    return cdiv(tiles, programs) + block
 
 
 def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: int, m: int, endpoint: Endpoint) -> None:

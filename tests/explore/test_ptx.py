@@ -67,6 +67,10 @@ def f16(x: float) -> int:
     return int(struct.unpack("<H", struct.pack("<e", x))[0])
 
 
+def f64(x: float) -> int:
+    return int(struct.unpack("<Q", struct.pack("<d", x))[0])
+
+
 def bf16(x: float) -> int:
     """Return the bits of a number that bfloat16 has."""
     assert f32(x) % 2**16 == 0
@@ -164,6 +168,9 @@ CASES: list[tuple[str, str, tuple[int, ...], int]] = [
     ("mul.f32", "rrr", (f32(3), f32(-0.5)), f32(-1.5)),
     ("fma.rn.f32", "rrrr", (f32(1 + 2**-20), f32(1 - 2**-20), f32(-1)), f32(-(2**-40))),
     ("fma.rn.ftz.f32", "rrrr", (f32(TINY), f32(1), f32(0)), f32(0)),
+    ("fma.rn.f64", "dddd", (f64(1 + 2**-40), f64(1 - 2**-40), f64(-1)), f64(-(2**-80))),
+    ("fma.rn.f64", "dddd", (f64(-0.0), f64(1), f64(-0.0)), f64(-0.0)),
+    ("fma.rn.f64", "dddd", (f64(NAN), f64(1), f64(0)), f64(NAN)),
     ("fma.rn.bf16x2", "rrrr", (*[pair(bf16(2), bf16(3))] * 2, pair(bf16(1), bf16(-1))), pair(bf16(5), bf16(8))),
     ("mul.f16x2", "rrr", (pair(f16(2), f16(3)), pair(f16(0.5), f16(-1))), pair(f16(1), f16(-3))),
     ("div.rn.f32", "rrr", (f32(1), f32(3)), f32(1 / 3)),
@@ -237,6 +244,20 @@ def test_an_opcode_computes_what_it_is_defined_to(
     opcode: str, widths: str, sources: tuple[int, ...], expected: int
 ) -> None:
     assert computed(opcode, widths, sources) == expected % 2 ** BITS[widths[0]]
+
+
+@pytest.mark.parametrize(("bits", "whole", "half"), [(32, "r", "h"), (64, "d", "r")])
+def test_a_mov_splits_a_register_and_joins_its_halves(bits: int, whole: str, half: str) -> None:
+    """The halves change places."""
+    body = f"""
+      ld.global.b{bits} %{whole}2, [%d0];
+      mov.b{bits} {{_, %{half}3}}, %{whole}2;
+      mov.b{bits} {{%{half}4, _}}, %{whole}2;
+      mov.b{bits} %{whole}5, {{%{half}3, %{half}4}};
+      st.global.b{bits} [%d1], %{whole}5;"""
+    given, out = torch.tensor([0x1234_5678_1BCD_EF01]), torch.zeros(1, dtype=torch.int64)
+    kernel(body, inputs=2).run((1,), [given, out])
+    assert int(out) == {32: 0xEF01_1BCD, 64: 0x1BCD_EF01_1234_5678}[bits]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def collective(name: str, memory: SimulatedMemory, x: Tensor) -> Operator:
 def summed_shards(memory: SimulatedMemory, x: Tensor) -> Operator:
     """A sum over ranks, after which another launch frees the gradients."""
     end, other, rows = connect(memory), torch.zeros(1), slice(memory.rank * x.shape[1], (memory.rank + 1) * x.shape[1])
-    gradients, squares = memory.buffer("gradients", (x.numel(),), x.dtype), torch.zeros(4)
+    gradients, squares = memory.buffer("gradients", (x.numel(),), x.dtype), torch.zeros(4).double()
 
     def call() -> Tensor:
         out = torch.empty(x.shape[1])

@@ -23,15 +23,17 @@ def test_sums_in_rank_order_in_float32(world: int, dtype: torch.dtype) -> None:
 
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
-        for m in (64, 1, 37, 0, 100, 16):
+        for m, depth in {64: 2 + 16, 1: 1 + 16, 37: 1 + 16, 0: 0, 100: 3 + 16, 16: 1 + 16}.items():
             buffer = memory.buffer(f"gradients {m}", (world * m + 5,), dtype)
             every = [normal(10 * m + r, world * m + 5, dtype=dtype) for r in range(world)]
             buffer.local.copy_(every[rank])
-            out, squares = torch.full((m + 2,), 7.0), torch.full((5,), 7.0)
-            shard_sum(buffer.local, buffer.addresses, out[1:-1], squares, rank * m, endpoint)
+            out, squares = torch.full((m + 2,), 7.0), torch.full((5,), 7.0).double()
+            found = shard_sum(buffer.local, buffer.addresses, out[1:-1], squares, rank * m, endpoint)
             expected = reference.shard_sum([x[rank * m : (rank + 1) * m] for x in every])
             assert torch.equal(out[1:-1], expected) and (out[0], out[-1]) == (7, 7)
-            torch.testing.assert_close(squares.double().sum(), expected.double().square().sum(), rtol=1e-6, atol=0)
+            assert found == depth, "the tiles of a program, and the elements of a tile"
+            error = (depth + len(squares) + m) * 2.0**-53
+            torch.testing.assert_close(squares.sum(), expected.double().square().sum(), rtol=error, atol=0)
             assert not squares[min(-(-m // 16), endpoint.programs) :].any(), "a part for each program, the rest 0"
             assert torch.equal(buffer.local, every[rank])
         assert endpoint.state.tolist() == [5, 0], "nothing is launched for no elements"
@@ -47,7 +49,7 @@ def test_in_place_and_the_same_in_every_run() -> None:
         shard = slice(rank * 50, (rank + 1) * 50)
         for _ in range(3):
             buffer.local.copy_(every[rank])
-            squares = torch.empty(3)
+            squares = torch.empty(3).double()
             shard_sum(buffer.local, buffer.addresses, buffer.local[shard], squares, shard.start, endpoint)
             expected = every[rank].clone()
             expected[shard] = reference.shard_sum([x[shard] for x in every])
@@ -61,7 +63,8 @@ def test_in_place_and_the_same_in_every_run() -> None:
 
 def test_values_that_are_not_finite_are_in_the_sum_and_in_the_squares() -> None:
     def program(memory: SimulatedMemory) -> None:
-        buffer, out, squares = memory.buffer("gradients", (80,), torch.bfloat16), torch.empty(40), torch.empty(3)
+        buffer = memory.buffer("gradients", (80,), torch.bfloat16)
+        out, squares = torch.empty(40), torch.empty(3, dtype=torch.float64)
         buffer.local.fill_(1)
         if memory.rank == 1:
             buffer.local[3], buffer.local[73] = torch.nan, torch.inf
@@ -75,7 +78,7 @@ def test_values_that_are_not_finite_are_in_the_sum_and_in_the_squares() -> None:
 test_bad_input = refusals(
     shard_sum,
     {"gradients": torch.zeros(24), "addresses": torch.zeros(3, dtype=torch.int64), "out": torch.zeros(8)}
-    | {"squares": torch.zeros(2), "start": 8, "endpoint": unconnected(16, flag_count=6)},
+    | {"squares": torch.zeros(2).double(), "start": 8, "endpoint": unconnected(16, flag_count=6)},
     "shard_sum: ",
     ({"gradients": torch.zeros(3, 8)}, r"gradients has shape \(3, 8\): expected \(24,\)"),
     ({"gradients": torch.zeros(24).double()}, "gradients is torch.float64: expected float32 or float16 or bfloat16"),
@@ -86,8 +89,8 @@ test_bad_input = refusals(
     ({"out": torch.zeros(8).half()}, "out is torch.float16: expected float32"),
     ({"out": torch.zeros(16)[::2]}, r"out has strides \(2,\): expected contiguous"),
     ({"out": torch.zeros(2, 4)}, r"out has shape \(2, 4\): expected \(8,\)"),
-    ({"squares": torch.zeros(1)}, "squares has 1 elements: expected at least 2"),
-    ({"squares": torch.zeros(4).long()}, "squares is torch.int64: expected float32"),
+    ({"squares": torch.zeros(1).double()}, "squares has 1 elements: expected at least 2"),
+    ({"squares": torch.zeros(4)}, "squares is torch.float32: expected float64"),
     ({"start": 17}, r"the shard \[17, 25\) is not inside gradients \[24\]"),
     ({"start": -8}, r"the shard \[-8, 0\) is not inside gradients \[24\]"),
     (

@@ -29,7 +29,7 @@ class Buckets:
         self.memory, self.end = memory, connect(memory)
         shape = (LARGEST * memory.world,)
         self.buffers = [memory.buffer(f"gradients {i}", shape, torch.float32) for i in range(buffers)]
-        self.squares = torch.full((4,), 7.0)
+        self.squares = torch.full((4,), 7.0).double()
 
     def fill(self, seed: int, m: int) -> list[Tensor]:
         """Return every rank's gradients, and write this rank's into its buffer."""
@@ -76,7 +76,7 @@ class TestShardSum(ProtocolSuite):
         Fault("one rank's gradients for all", replace(SUM, "FIRST", by="0", call="shard_pointer")),
         Fault("a rank is left out", replace(SUM, "FIRST + HALF < WORLD", by="FIRST + HALF < WORLD - 1")),
         Fault("a shard that is cut short", replace(KERNEL, "offs < m", by="offs < m - 1")),
-        Fault("squares of a launch before", replace(KERNEL, "pid + programs", by="pid + programs + 1", call="range")),
+        Fault("squares of a launch before", replace(KERNEL, "parts", by="programs", call="range")),
     )
 
     def program(self, memory: SimulatedMemory) -> None:

@@ -81,7 +81,7 @@ def test_equal_to_the_sum_followed_by_the_update(
 
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
-        lr, squares = torch.tensor([1e-2]), torch.empty(3)
+        lr, squares = torch.tensor([1e-2]), torch.empty(3).double()
         for number, (m, decay_end, clip, summed) in enumerate(CASES, 1):
             bucket, step = Bucket.draw(100 * number, world, m, dtype, sent, moments), torch.tensor(float(number))
             shards = [slice(r * m, (r + 1) * m) for r in range(world)]

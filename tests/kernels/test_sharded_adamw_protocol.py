@@ -55,7 +55,7 @@ class Bucket:
         """Sums in place."""
         flat = self.gradients
         current(shard_sums).shard_sum(
-            flat.local, flat.addresses, flat.local[self.shard], torch.empty(3), self.shard.start, self.end
+            flat.local, flat.addresses, flat.local[self.shard], torch.empty(3).double(), self.shard.start, self.end
         )
 
     def update(self, *, summed: bool) -> None:

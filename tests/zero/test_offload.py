@@ -291,9 +291,9 @@ def _on_two_memories(
                 if offloads and layout == Layout(dp=2):
                     # A rank sends its shards to the other one whenever it gathers them, and receives its part of a sum.
                     # What is sent for the last rank is padded. What Muon adds to its shards comes from the device, and
-                    # the square of the norm, 8 bytes, goes there.
+                    # the sum of squares and its bound, 16 bytes, go there.
                     copied, sent = memories.to_device + memories.to_host - copied, engine.traffic.received - received
-                    sent += sum(piece.tensor.nbytes for piece in by_muon) + 8
+                    sent += sum(piece.tensor.nbytes for piece in by_muon) + 16
                     assert copied == sent if dist.get_rank() == 0 else 0 < copied < sent
             if offloads and place != "host":
                 assert _resident(file) == 0, "pages stay in this process after an update"

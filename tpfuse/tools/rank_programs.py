@@ -270,7 +270,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> RankProgram:
     _, endpoint = open_channel(memory, "sharded_adamw", 16, most_programs(memory))
     values, gradients = (memory.buffer(f"sharded_adamw: {x}", (size,), sizes.dtype) for x in ("values", "gradients"))
     lr, step, clip = (torch.full((1,), float(x), device=device) for x in (_LR, _STEP, _CLIP))
-    squares = torch.zeros(endpoint.programs, device=device)
+    squares = torch.zeros(endpoint.programs, dtype=torch.float64, device=device)
     rounds = []
     for seed in range(VARIANTS):
         first = normal(seed, size, dtype=sizes.dtype).to(device)

@@ -2,7 +2,7 @@
 
 The loss is the sum over all labels of the batch divided by their number, in every layout: data-parallel ranks have
 different sequences, context-parallel ranks have different tokens of the same sequences, and gradients are summed over
-both. At the end of each backward pass, the ranks sum one small vector: the squared norm of the gradient, the loss, the
+both. At the end of each backward pass, the ranks sum one small vector: the squares of the gradient, the loss, the
 number of labels, and whether a rank was asked to stop. So all ranks see the same numbers and take the same decision.
 """
 
@@ -260,16 +260,16 @@ class Trainer:
                 losses = self._values(self.runner.train(batches, self.engine)) / weight
         with span("phase", "gradients"):
             self.engine.finish()
-            squared, whole, labels, stop, idle = self._agree(losses, _labels(batches), stop_wanted())
+            squares, whole, labels, stop, idle = self._agree(losses, _labels(batches), stop_wanted())
         for memory in connected():
             memory.check()
         if not labels:
             raise RunError(f"step {self.step}: no target of the batch has a loss; the last checkpoint is untouched")
         share = tokens / labels  # `weight` is that of a batch in which every token has a label
-        norm = squared**0.5 / self.loss_scale * share
+        norm = self.engine.norm(squares) / self.loss_scale * share
         lr = learning_rate(optim, self.step, options.train.steps, tokens, self.ahead)
         result = StepResult(whole / labels, norm, lr, stop, idle=idle)
-        if not (abs(squared) < float("inf") and abs(whole) < float("inf")):  # false for NaN too
+        if not (norm < float("inf") and abs(whole) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
         factor = share / self.loss_scale
         if optim.clip and norm > optim.clip:
@@ -307,9 +307,8 @@ class Trainer:
 
     def _values(self, losses: Sequence[Tensor]) -> Tensor:
         """Return losses, of which a pipeline's rank without its last stage has none, as one tensor, float64 [n]."""
-        return (
-            torch.stack([loss.detach().double() for loss in losses]) if losses else torch.zeros(0, device=self.device)
-        )
+        none = torch.zeros(0, dtype=torch.float64, device=self.device)
+        return torch.cat([none, *(loss.detach().double().view(1) for loss in losses)])
 
     def _placed(self, losses: Tensor, share: int) -> Tensor:
         """Return the losses of all ranks' micro-batches, float64, with those of this rank alone; the others are zero.
@@ -322,21 +321,23 @@ class Trainer:
             places[self.dp_rank] = losses
         return places.view(-1)
 
-    def _agree(self, losses: Tensor, labels: Tensor, stop: bool) -> tuple[float, float, float, bool, tuple[float, ...]]:
-        """Return the gradient's global squared norm, the global sum of the loss, the global number of labels, whether
-        any rank must stop, and `StepResult.idle`.
+    def _agree(
+        self, losses: Tensor, labels: Tensor, stop: bool
+    ) -> tuple[tuple[float, float], float, float, bool, tuple[float, ...]]:
+        """Return the argument of `Engine.norm`, the global sum of the loss, the global number of labels, whether any
+        rank must stop, and `StepResult.idle`.
         """
         measures = self.runner is not None and self.device.type == "cpu"  # the same on all ranks
-        known = torch.stack([self.engine.squared_norm(), labels.double(), labels.new_tensor(float(stop)).double()])
+        counts = torch.stack([labels, labels.new_tensor(stop)]).double()
         times = torch.zeros(2, self.world * measures, dtype=torch.float64, device=self.device)
         if intervals := self._intervals:  # each rank fills in its own entries, and the sum has those of all ranks
             busy = sum(interval.end - interval.start for interval in intervals)
             times[:, self.rank] = torch.tensor((busy, intervals[-1].end), dtype=torch.float64)
-        vector = torch.cat([known, times.view(-1), self._placed(losses, self._micro_batches)])
-        squared, counted, stopping, *rest = collectives.all_reduce(vector, self.world_group).tolist()
+        vector = torch.cat([self.engine.squares(), counts, times.view(-1), self._placed(losses, self._micro_batches)])
+        square, bound, counted, stopping, *rest = collectives.all_reduce(vector, self.world_group).tolist()
         busy_s, ended, parts = rest[: times.shape[1]], rest[times.shape[1] : times.numel()], rest[times.numel() :]
         idle = tuple(1.0 - busy / max(ended) for busy in busy_s) if any(ended) else ()
-        return squared, fsum(parts), counted * self.dp / self.world, stopping > 0, idle
+        return (square, bound), fsum(parts), counted * self.dp / self.world, stopping > 0, idle
 
     def _overflow(self, result: StepResult, batches: list[MicroBatch]) -> StepResult:
         """Halve the loss scale and make no update in float16. Raise RunError if that cannot help."""

@@ -1,7 +1,8 @@
 """The base class of the engines of all stages: the micro-batches of a step, and the check that a model is unchanged."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tpfuse.choices import Accumulate
+from tpfuse.comm import collectives
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.sum_order import VirtualRanks
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import GradientPlace, location
+from tpfuse.zero.reducer.gradient_norm import bounded, exact_parts, exact_sum, of_shard, rounded
 from tpfuse.zero.reducer.inter_node import Compression
 
 
@@ -238,11 +242,29 @@ class Engine(ABC):
         """Discard the gradients of a step. begun: whether this rank has begun the step, as other ranks may have."""
 
     @abstractmethod
-    def squared_norm(self) -> Tensor:
-        """Return this rank's contribution to the squared norm of the whole gradient, float64 [], after `finish()`.
+    def _counted_shards(self) -> Iterator[Tensor]:
+        """Yield the summed gradients, flat, whose squares this rank counts: each element is counted on one rank."""
 
-        The sum over `world_group` is the squared norm: a shard that several ranks have is counted on one of them.
+    def squares(self) -> Tensor:
+        """Return this rank's sum of squares and the bound of its error, float64 [2], after `finish()`.
+
+        The sum over `world_group` is the argument of `norm`.
         """
+        return bounded([of_shard(shard) for shard in self._counted_shards()], self.device)
+
+    def norm(self, squares: Sequence[float] | None = None) -> float:
+        """Return the 2-norm of the whole gradient, after `finish()`: the same bits on every rank and in every layout.
+
+        It is the root of the sum of squares, rounded to 24 bits (`tpfuse.zero.reducer.gradient_norm`); that of float64
+        gradients is not rounded. squares: the sum of `squares()` over `world_group`, if the caller has it. Collective.
+        Raise PeerTimeout.
+        """
+        group = self.world_group
+        total, bound = collectives.all_reduce(self.squares(), group).tolist() if squares is None else squares
+        found = rounded(total, bound, rank_and_size(group)[1])
+        if found is None:
+            found = exact_sum(collectives.all_reduce(exact_parts(self._counted_shards(), self.device), group))
+        return math.sqrt(found)
 
     @abstractmethod
     def nonfinite(self) -> list[str]:

@@ -453,12 +453,9 @@ class FullySharded(Engine):
             place.sums = None
             place.leave(taken=False)
 
-    def squared_norm(self) -> Tensor:
-        parts = [member.gradient for member in self.members if member.in_norm]
-        norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
-        if norms:
-            return torch.stack(norms).square().sum().to(self.device)
-        return torch.zeros((), dtype=torch.float64, device=self.device)
+    def _counted_shards(self) -> Iterator[Tensor]:
+        gradients = (member.gradient for member in self.members if member.in_norm)
+        return (gradient.flatten() for gradient in gradients if gradient.numel())
 
     def nonfinite(self) -> list[str]:
         return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]

@@ -56,6 +56,7 @@ from tpfuse.zero.parameter_takeover import (
 )
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.dispatch import make_reducer
+from tpfuse.zero.reducer.gradient_norm import bounded
 from tpfuse.zero.reducer.inter_node import Compression
 
 _WITHOUT_GRADIENT = (
@@ -407,14 +408,18 @@ class GradientBuckets(Engine):
         groups = [reducer.across for reducer in self.reducers]
         return [dist.get_process_group_ranks(group) for group in groups if group is not None]
 
-    def squared_norm(self) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _counted(self) -> Iterator[Bucket]:
         for bucket in self.buckets:
             whole = bucket.reducer.stage == 0 and bucket.reducer.shard_index > 0
             twice = bucket.layout.kind == "replicated" and self._model_rank > 0
             if not (whole or twice):
-                total += bucket.reducer.squared_norm(bucket.index)
-        return total
+                yield bucket
+
+    def _counted_shards(self) -> Iterator[Tensor]:
+        return (bucket.reduced_shard for bucket in self._counted())
+
+    def squares(self) -> Tensor:
+        return bounded([bucket.reducer.squares(bucket.index) for bucket in self._counted()], self.device)
 
     def is_owner(self, bucket: Bucket, index: int) -> bool:
         """Return whether this rank saves its data of segment `index`; exactly one rank with the same data does."""

@@ -226,11 +226,10 @@ class ZeroOptimizer(Optimizer):
         if self._clip is None:
             self.engine.finish()
             self._divisor = self._agree_on_divisor()
-        squared = collectives.all_reduce(self.engine.squared_norm(), self.engine.world_group)
-        norm = squared.sqrt() / self._divisor
-        factor = max_norm / (norm.item() + 1e-6)
+        norm = self.engine.norm() / self._divisor
+        factor = max_norm / (norm + 1e-6)
         self._clip = 1.0 if factor > 1.0 or max_norm == math.inf else factor  # NaN stays NaN, as in torch's function
-        return norm
+        return torch.tensor(norm, dtype=torch.float64, device=self._device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

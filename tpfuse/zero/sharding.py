@@ -8,8 +8,7 @@
             engine.start(last=index == len(batches) - 1)  # gradients are exchanged in the last backward pass
             (loss_sum(model, batch) / labels).backward()  # gradients are summed over ranks, not averaged
         engine.finish()
-        squared = all_reduce(engine.squared_norm(), engine.world_group)
-        optimizer.step(lr=1e-3, factor=min(1.0, 1.0 / squared.sqrt().item()))
+        optimizer.step(lr=1e-3, factor=min(1.0, 1.0 / engine.norm()))
 
 `tpfuse.ZeroOptimizer` does this for loops that were written for PyTorch's DDP.
 """

@@ -3,12 +3,15 @@
 `operation(opcode)` returns a function from bits to bits, with the widths of its operands. An opcode or a modifier that
 is not known raises Unsupported. The definitions are those of NVIDIA's PTX ISA 8.7, chapter "Instruction Set".
 
-A fused multiply-add is computed in float64 and then rounded; in rare cases this differs from one rounding in the last
-bit. Instructions that a GPU only approximates (`.approx`, `div.full`) are computed exactly and rounded.
+A fused multiply-add of less than 64 bits is computed in float64 and then rounded; in rare cases this differs from one
+rounding in the last bit. Instructions that a GPU only approximates (`.approx`, `div.full`) are computed exactly and
+rounded.
 """
 
+import math
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -48,7 +51,17 @@ def _operation(function: _Function, sources: tuple[str, ...], result: str, ftz: 
     return Operation(on_bits(function, sources, result, ftz), tuple(map(bits_of, sources)))
 
 
+def _rounded_once(a: float, b: float, c: float) -> float:
+    twice = a * b + c
+    return float(Fraction(a) * Fraction(b) + Fraction(c)) or twice if math.isfinite(twice) else twice
+
+
+_fused_doubles = np.vectorize(_rounded_once, otypes=[np.float64])
+
+
 def _fused(a: Float, b: Float, c: Float) -> Float:
+    if a.dtype == np.float64:
+        return _fused_doubles(a, b, c)
     return a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
 
 
@@ -97,8 +110,8 @@ def _simple(name: str, *modifiers: str) -> Operation:
         function = of_integers
     if function is None or set(given) - set(known.split()):
         raise ValueError
-    if (name, kind) == ("fma", "f64") or (name in ("abs", "neg") and kind.startswith("u")):
-        raise ValueError  # float64 has no wider type in which to compute a fused product
+    if name in ("abs", "neg") and kind.startswith("u"):
+        raise ValueError
     if _is_float(kind) and name in ("min", "max"):
         function = _with_zeros(name, function)
     if "relu" in given:

@@ -80,14 +80,16 @@ def encoder(name: str, ftz: bool) -> Callable[[Any], Bits]:
     return lambda x: x.astype(dtype, copy=False).view(unsigned)
 
 
-def halves(x: Bits) -> tuple[Bits, Bits]:
-    """Return the lower and the upper half of 32-bit numbers."""
-    return (x & np.uint32(0xFFFF)).astype(np.uint16), (x >> np.uint32(16)).astype(np.uint16)
+def halves(x: Bits, bits: int = 32) -> tuple[Bits, Bits]:
+    """Return the lower and the upper half of numbers of 32 or 64 bits."""
+    half = UNSIGNED[bits // 2]
+    return x.astype(half), (x >> UNSIGNED[bits](bits // 2)).astype(half)
 
 
-def joined(low: Bits, high: Bits) -> Bits:
-    """Return 32-bit numbers from their halves."""
-    return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
+def joined(low: Bits, high: Bits, bits: int = 32) -> Bits:
+    """Return numbers of 32 or 64 bits from their halves."""
+    whole = UNSIGNED[bits]
+    return low.astype(whole) | high.astype(whole) << whole(bits // 2)
 
 
 def on_halves(f: Callable[..., Bits]) -> Callable[..., list[Bits]]:

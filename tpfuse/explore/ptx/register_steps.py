@@ -1,5 +1,6 @@
 """The steps of instructions that work on registers: arithmetic, and what the lanes of a warp do together."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ def arithmetic(slots: Slots, instruction: PtxInstruction) -> Step:
     A mov between a register and a vector of its halves has two sources or results, and a setp of pairs two results.
     """
     opcode, results, sources, count = instruction.opcode, instruction.operands[:1], instruction.operands[1:], 1
-    if opcode == "mov.b32" and isinstance(results[0], Vector):
-        (function, widths), results, count = Operation(halves, (32,)), results[0].elements, 2
-    elif opcode == "mov.b32" and isinstance(sources[0], Vector):
-        (function, widths), sources = Operation(joined, (16, 16)), sources[0].elements
+    bits = {"mov.b32": 32, "mov.b64": 64}.get(opcode, 0)
+    if bits and isinstance(results[0], Vector):
+        (function, widths), results, count = Operation(partial(halves, bits=bits), (bits,)), results[0].elements, 2
+    elif bits and isinstance(sources[0], Vector):
+        (function, widths), sources = Operation(partial(joined, bits=bits), (bits // 2,) * 2), sources[0].elements
     else:
         function, widths = operation(opcode)
         if opcode.startswith("setp") and opcode.endswith("x2"):

@@ -58,7 +58,7 @@ def _launch(dtype: torch.dtype, world: int, kept: torch.dtype, *, clipped: bool)
     moments = empty(m, kept)
     for sent in {dtype, torch.float32}:
         gradients = empty(world * m, sent)
-        shard_sum(gradients, table, sums, empty(64), start, endpoint)
+        shard_sum(gradients, table, sums, empty(64, torch.float64), start, endpoint)
         for taken, addresses in ((gradients, table), (sums, None)):
             tensors = values, table, taken, addresses, master, moments, moments
             sharded_adamw_(*tensors, start=start, decay_end=m // 3, **numbers, endpoint=endpoint)

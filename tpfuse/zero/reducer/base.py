@@ -30,8 +30,9 @@ from torch import Tensor
 from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.comm.traffic import Traffic
 from tpfuse.kernels.launch import Reservation
+from tpfuse.zero.reducer.gradient_norm import Squares, of_shard
 from tpfuse.zero.reducer.inter_node import Spans
-from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
+from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,6 @@ class BucketSpec:
     def state_dtype(self) -> torch.dtype:
         """Return the dtype of sums, masters and moments."""
         return summed_dtype(self.dtype)
-
-
-def squared(block: Tensor) -> float:
-    """Return the squared norm of a block on the CPU; the block is so small that a float32 sum is accurate."""
-    return float(torch.dot(block, block))
 
 
 class GradientReducer(ABC):
@@ -119,15 +115,9 @@ class GradientReducer(ABC):
         sums of stage 0; otherwise it has the dtype `sent`.
         """
 
-    def squared_norm(self, index: int) -> Tensor:
-        """Return the squared norm of `reduced_shard`, float64 []."""
-        sums, dtype = self.reduced_shard(index), self.specs[index].state_dtype
-        if sums.device.type == "cpu":
-            starts = range(0, len(sums), CPU_BLOCK)
-            squares = [squared(sums[start : start + CPU_BLOCK].to(dtype)) for start in starts]
-            return torch.tensor(sum(squares), dtype=torch.float64)
-        norm: Tensor = torch.linalg.vector_norm(sums, dtype=dtype)
-        return norm.double().square()
+    def squares(self, index: int) -> Squares:
+        """Return the squares of `reduced_shard`."""
+        return of_shard(self.reduced_shard(index))
 
     @abstractmethod
     def update(self, updates: Sequence[ShardUpdate | None]) -> None:

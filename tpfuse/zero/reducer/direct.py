@@ -32,7 +32,8 @@ from torch import Tensor
 
 from tpfuse.comm.sum_order import sum_in_tree
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
+from tpfuse.zero.reducer.gradient_norm import Squares, of_blocks, squared
 from tpfuse.zero.reducer.inter_node import InterNodeReducer, Spans
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
@@ -88,7 +89,7 @@ class DirectReducer(GradientReducer):
         self._steps = 0  # the number of steps whose backward passes have ended
         self._buckets_before = 0  # the number of buckets that were sent before this step
         self._reduced_shards: list[Tensor | None] = [None] * len(self.specs)
-        self._squared_norms: list[Tensor | None] = [None] * len(self.specs)
+        self._squares: list[Squares | None] = [None] * len(self.specs)
         self._separate_sums: dict[int, Tensor] = {}
         self._turns: list[_Turn] = []  # of this step
         self._last_turns: dict[int, int] = {}  # by bucket
@@ -158,7 +159,7 @@ class DirectReducer(GradientReducer):
             if self._generation != self.memory.generation:  # a reset has set all counters to 0
                 self._counters, self._steps, self._generation = _Counters(), 0, self.memory.generation
             self._buckets_before = self._counters.buckets_written
-            self._reduced_shards, self._squared_norms = [None] * len(self.specs), [None] * len(self.specs)
+            self._reduced_shards, self._squares = [None] * len(self.specs), [None] * len(self.specs)
             self._turns, self._last_turns, self._turns_summed = [], {}, 0
             self._added, self._reduced_between_nodes = set(), set()
             if self._counters.steps_done != self._steps:  # the step before had no update
@@ -212,11 +213,11 @@ class DirectReducer(GradientReducer):
         reduced = self._reduced_shards[index]
         return self._separate_sums[index] if reduced is None else reduced  # the former if more was to follow
 
-    def squared_norm(self, index: int) -> Tensor:
-        squares = self._squared_norms[index]
+    def squares(self, index: int) -> Squares:
+        squares = self._squares[index]
         # At stage 0 and with other nodes, these are not the squares of `reduced_shard`.
         if self.stage == 0 or self._inter_node is not None or squares is None:
-            return super().squared_norm(index)
+            return super().squares(index)
         return squares
 
     def _sum_turns(self, last: int) -> None:
@@ -240,14 +241,14 @@ class DirectReducer(GradientReducer):
             gradients = self._rank_gradients(index, turn)
             parts = [gradients[rank][node_shard] for rank in self._leaves]
             out = self._separate_sums.get(index, gradients[self.memory.rank][node_shard])
-            squares, scratch = 0.0, torch.empty(min(CPU_BLOCK, len(out)) if again else 0, dtype=out.dtype)
+            squares, scratch = list[Tensor](), torch.empty(min(CPU_BLOCK, len(out)) if again else 0, dtype=out.dtype)
             for a in range(0, len(out), CPU_BLOCK):
                 b = min(a + CPU_BLOCK, len(out))
                 sum_in_tree([part[a:b] for part in parts], scratch[: b - a] if again else out[a:b])
                 if again:
                     out[a:b] += scratch[: b - a]
-                squares += squared(out[a:b])  # while the block is in the cache
-            self._squared_norms[index] = torch.tensor(squares, dtype=torch.float64)
+                squares.append(squared(out[a:b]))  # while the block is in the cache
+            self._squares[index] = of_blocks(squares, out.dtype)
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
         return out
 

@@ -43,6 +43,7 @@ from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.zero.reducer.base import BucketSpec
 from tpfuse.zero.reducer.direct import DirectReducer
+from tpfuse.zero.reducer.gradient_norm import Squares
 from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
@@ -73,7 +74,9 @@ class FusedReducer(DirectReducer):
         self._beside = replace(self._endpoint, programs=min(RESERVED, self._endpoint.programs))
         if overlaps:
             self.reservation = Reservation(_OWNER)
-        self._squares = torch.zeros(len(self.specs), self._endpoint.programs, device=memory.device)
+        shape = len(self.specs), self._endpoint.programs
+        self._square_parts = torch.zeros(shape, dtype=torch.float64, device=memory.device)
+        self._depths = [0] * len(self.specs)  # of these parts
         self._later: Tensor | None = None  # the sums of a later turn, before they are added; made when there is one
         self._ends: dict[int, object] = {}  # of the sums that have begun beside the backward pass, by turn
 
@@ -109,7 +112,7 @@ class FusedReducer(DirectReducer):
         else:
             self.memory.join(end)
         part = gradients[self.memory.rank][self._node_shard(index)]
-        self._squared_norms[index] = None if again else self._squares[index].double().sum()
+        self._squares[index] = None if again else Squares(self._square_parts[index], self._depths[index])
         self.traffic.exchange((self.memory.world - 1) * part.nbytes)
         return self._separate_sums.get(index, part)
 
@@ -126,7 +129,9 @@ class FusedReducer(DirectReducer):
         sums = self._separate_sums.get(index, own[node_shard])
         out = self._later_sums(index) if again else sums
         with self.memory.guard(f"sum of bucket {index}", kernel=True):
-            shard_sum(own, self._addresses(gradients), out, self._squares[index], node_shard.start, endpoint)
+            self._depths[index] = shard_sum(
+                own, self._addresses(gradients), out, self._square_parts[index], node_shard.start, endpoint
+            )
         if again:
             sums += out
 
