@@ -1,7 +1,7 @@
 """The formula of memory counts what autograd saves and what the engines of ZeRO hold, on CPU ranks."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -137,7 +137,8 @@ def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, ...]:
         slots = messages._slots.local.nbytes
         elsewhere = {x.untyped_storage().data_ptr() for x in (messages._slots.local, *own)}
         most = max(sum(size for address, size in now.items() if address not in elsewhere) for now in held)
-    gradients = sum(x.nbytes for bucket in engine.buckets if (x := bucket.accumulated) is not None)
+    subtrees = [views for bucket in engine.buckets for sums in bucket._sums for views in sums._views]
+    gradients = sum(_whole_bytes(views) for views in subtrees)
     if engine.stage == 2:
         gradients += sum(bucket.reduced_shard.nbytes for bucket in engine.buckets)
     state = [optimizer.state(bucket) for bucket in engine.buckets]
@@ -145,6 +146,13 @@ def _held(options: TrainCommand, config: GPTConfig) -> tuple[int, ...]:
     kept = sum(tensor.nbytes for x in state for kind, tensor in x.items() if kind != "model" or masters)
     parameters = sum(bucket.values.nbytes for bucket in engine.buckets)
     return parameters, gradients, kept, slots, most
+
+
+def _whole_bytes(views: Sequence[Tensor]) -> int:
+    """Return the bytes of the tensor, with its padding, of which these are parts."""
+    base = views[0]._base
+    assert base is not None
+    return base.nbytes
 
 
 def _named(value: object) -> str:
@@ -167,6 +175,7 @@ LAYOUTS: list[tuple[GPTConfig, dict[str, Any]]] = [
         (WIDE, {"dtype": "bfloat16", "dp": 2, "stage": 2, "accumulation": 2, "accumulate": "whole"}),
         (WIDE, {"dtype": "bfloat16", "recompute": "full", "dp": 2, "stage": 2, "optim": {"name": "muon"}}),
         (WIDE, {"dtype": "float64", "tp": 2, "cp": 2, "cp_schedule": "ring"}),
+        (DEEP, {"dtype": "float32", "pp": 2, "batch": 24, "micro_batch": 3, "virtual_ranks": 8, "stage": 1}),
         (dataclasses.replace(WIDE, dropout=0.2), {"dtype": "float32"}),
         (dataclasses.replace(WIDE, bias=False), {"dtype": "float32", "cp": 2, "cp_schedule": "all_gather"}),
         *(

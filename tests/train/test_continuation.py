@@ -34,7 +34,7 @@ def test_every_option_says_what_a_change_of_it_does() -> None:
         marked: Keeps[int] = 0
         new: int = 0
 
-    with pytest.raises(TypeError, match=r"Unmarked\.new: expected Alters, Rounds, Keeps or Begins"):
+    with pytest.raises(TypeError, match=r"Unmarked\.new: expected Alters, Rounds, Orders, Keeps or Begins"):
         effects(Unmarked)
 
 
@@ -239,6 +239,13 @@ def test_losses_of_another_layout_or_batch_are_compared_as_far_as_they_can_be() 
     assert said(options, loss=2.0 + 1e-6, machine="there") == said(options, loss=2.0 + 1e-6, exact=False) == ""
     assert said(tensors, loss=2.0001).endswith("is 2.0001: expected 2.0 within 3e-06")
     assert "within" in said(half, loss=2.2) and "nan" in said(options, loss=float("nan"))
+    pipelined = replace(options, parallel=replace(options.parallel, dp=2, pp=2), zero=replace(options.zero, stage=3))
+    assert said(pipelined, loss=2.0 + 1e-6) == "", "the sums of these layouts have another order"
+    ordered = replace(options, train=replace(options.train, virtual_ranks=4))
+    before = resolved(ordered)
+    assert said(replace(pipelined, train=ordered.train), loss=2.0 + 1e-6).endswith(": expected 2.0")
+    assert said(replace(tensors, train=ordered.train), loss=2.0 + 1e-6) == said(options, loss=2.0 + 1e-6) == ""
+    before = resolved(options)
     other = replace(options, train=replace(options.train, batch=8))
     assert said(other, tokens="b", loss=3.0) == ""
     masked = replace(options, data=replace(options.data, documents="mask"))

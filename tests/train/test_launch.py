@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from random import Random
 from time import sleep
 from typing import Any
 
@@ -123,6 +125,38 @@ def test_a_signal_to_one_rank_of_torchrun_stops_all_ranks(start: Start, flags: l
     check_losses(tmp_path / "run", flags)
     (manifest,) = (tmp_path / "run").glob("step-*/manifest.json")
     assert '"cp": 2' in manifest.read_text()
+
+
+def _has_losses(run: Path, count: int) -> bool:
+    return (run / "metrics.jsonl").exists() and len(losses(run)) >= count
+
+
+@pytest.mark.processes
+def test_a_run_that_is_killed_and_resumed_in_other_layouts_has_the_same_bits(start: Start, tmp_path: Path) -> None:
+    """All processes of a run are killed 20 times, at random moments; the next ones have another layout."""
+    random, run, steps = Random(7), tmp_path / "run", 400
+    options = (
+        f"--train.virtual-ranks 4 --train.steps {steps} --train.log-every 1 --train.eval-every 0 --model.dropout 0.1"
+    )
+    start(f"{options} --parallel.dp 1", out="undisturbed").end()
+    layouts = ["--parallel.dp 1 --parallel.pp 2", "--parallel.dp 2 --zero.stage 3", "--parallel.dp 1 --zero.stage 1"]
+    layouts += ["--parallel.dp 4 --zero.stage 2", "--parallel.dp 2 --parallel.pp 2 --zero.stage 1"]
+    for kill in range(20):
+        layout = random.choice(layouts)
+        command = start(f"{options} --train.save-every 7 --train.keep 2 {layout} --resume auto")
+        wait_until(partial(_has_losses, run, 1 + (len(losses(run)) if kill else 0)), "a step", 60.0)
+        sleep(random.uniform(0.0, 0.3))
+        command.send(signal.SIGKILL, command.processes())
+        command.process.communicate()
+        command.wait_for_processes()
+        assert len(losses(run)) < steps, "it was killed in a step"
+    start(f"{options} --resume auto --parallel.dp 2").end()
+    assert losses(run) == losses(tmp_path / "undisturbed")
+    manifests = [
+        json.loads((tmp_path / out / f"step-{steps}/manifest.json").read_text()) for out in ("run", "undisturbed")
+    ]
+    digests = [{name: x["digest"] for name, x in each["tensors"].items()} for each in manifests]
+    assert digests[0] == digests[1] and len(digests[0]) > 40, "weights and moments"
 
 
 @pytest.mark.processes

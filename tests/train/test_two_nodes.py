@@ -92,6 +92,17 @@ def test_a_killed_rank_of_another_node_is_named(flags: list[str], tmp_path: Path
 FOUR = replace(CONFIG, n_layer=4)
 
 
+@pytest.mark.parametrize(
+    "layout", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "replicas": 2}, {"stage": 3}], ids=str
+)
+def test_two_nodes_have_the_same_bits_as_one_rank(layout: dict[str, Any]) -> None:
+    ordered = {"dtype": "float32", "batch": 16, "micro_batch": 1, "virtual_ranks": 8}
+    expected = trained(options_of(**ordered), 10)[0]
+    for found, norms, weights in run_on_nodes(train, options_of(**ordered, **layout, dp=4), 10):
+        assert (found, norms) == expected[:2]
+        assert all(torch.equal(weights[name], weight) for name, weight in expected[2].items())
+
+
 def _across(layout: dict[str, Any]) -> tuple[Result, dict[str, str]]:
     """Train; return the result, and the implementation that served each group of this rank."""
     result = train(options_of(**layout), 10, config=FOUR)

@@ -56,7 +56,8 @@ class BucketUpdater(Updater):
             slices = [(piece.name, piece.slices) for piece in masters]
             dtype = self._matrices[0].layout.state_dtype
             group, traffic = buckets.stage_group, buckets.matrix_traffic
-            self._muon = Muon(buckets.matrices, slices, group, dtype, buckets.device, traffic)
+            alone = buckets.virtual.number > 0
+            self._muon = Muon(buckets.matrices, slices, group, dtype, buckets.device, traffic, alone)
 
     def _current_versions(self) -> dict[str, int]:
         """Return how often each parameter was written; writes into the bucket do not count."""

@@ -153,7 +153,8 @@ class Muon:
     """Muon's update of matrices that the ranks of `group` hold as rectangles.
 
     rectangles: the parameter and the slices of each rectangle that this rank holds. dtype: of the parameters, or of
-    their masters. device: on which owners compute. traffic: counts what is exchanged. Collective. Raise PeerTimeout.
+    their masters. device: on which owners compute. traffic: counts what is exchanged. alone: whether each matrix is
+    orthogonalised by itself, so that its bits do not depend on how many an owner has. Collective. Raise PeerTimeout.
     """
 
     def __init__(
@@ -164,7 +165,9 @@ class Muon:
         dtype: torch.dtype,
         device: torch.device,
         traffic: Traffic,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._matrices, self._group, self._device, self._traffic = matrices, group, device, traffic
         self.dtype = dtype if dtype is torch.float64 else torch.bfloat16
         numbers: dict[str, list[int]] = {}
@@ -260,8 +263,10 @@ class Muon:
         for (number, slices), values in self._exchange(sent, each.received):
             whole[number][_index(slices)] = values
             del values  # and with the last view what has arrived
-        for shape, numbers in alike.items():  # together: each by itself, a GPU would wait for the host
-            whole |= zip(numbers, orthogonalised(stacks.pop(shape), options), strict=True)
+        for shape, numbers in alike.items():  # together if they may: one by one, a GPU would wait for the host
+            stack = stacks.pop(shape)
+            parts = stack.split(1) if self._alone else [stack]
+            whole |= zip(numbers, (x for part in parts for x in orthogonalised(part, options)), strict=True)
         back = [[whole[number][_index(slices)] for number, slices in to] for to in each.returned]
         own = [[(part.matrix, part.slices) for part in parts] for parts in each.own]
         parts = [part for parts in each.own for part in parts]

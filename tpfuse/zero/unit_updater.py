@@ -42,8 +42,9 @@ class UnitUpdater(Updater):
         self._matrices = [member for member in engine.members if member.name in names]
         if engine.matrices:
             slices = [(member.name, local_slices(member.sharded)) for member in self._matrices]
-            dtype = self._matrices[0].sharded.dtype
-            self._muon = Muon(engine.matrices, slices, engine.stage_group, dtype, engine.device, engine.traffic)
+            dtype, alone = self._matrices[0].sharded.dtype, engine.virtual.number > 0
+            group, traffic = engine.stage_group, engine.traffic
+            self._muon = Muon(engine.matrices, slices, group, dtype, engine.device, traffic, alone)
 
     def step(self, lr: float, factor: float = 1.0, muon_lr: float | None = None) -> None:
         """Update the shards with the gradients times `factor`, then free the gradients.
