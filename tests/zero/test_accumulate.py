@@ -14,9 +14,11 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
+from tpfuse.zero.compression import Bf16Compression
 from tpfuse.zero.fsdp_internals import whole_gradients
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.optimizer import ZeroOptimizer
 from tpfuse.zero.reducer.direct import GRADIENT_BUFFERS, DirectReducer
 
 MICRO_BATCHES, WIDTH, BUCKET = 4, 32, 1000
@@ -135,3 +137,22 @@ def test_gradients_that_come_after_a_reduced_pass_are_in_the_sums() -> None:
         for segment, part in bucket.layout.segments_in(bucket.shard):
             sums = bucket.reduced_shard[part.start - bucket.shard.start :][: len(part)]
             assert (sums - 2000.0 * segment.name.endswith("weight")).abs().max() < 500.0, segment.name
+
+
+def test_virtual_ranks_refuse_what_they_cannot_order() -> None:
+    """A step has the micro-batches of all virtual ranks of this rank, no more and no fewer."""
+    engine = shard(made(), stage=1, virtual_ranks=2, micro_batches=2)
+    engine.start(last=False)
+    said = "expected 4 micro-batches on each rank, of 2 virtual ranks with 2 each"
+    with pytest.raises(ValueError, match=rf"start\(last=True\) of micro-batch 2 of a step: {said}"):
+        engine.start(last=True)
+    engine.abandon()
+    for _ in range(3):
+        engine.start(last=False)
+    with pytest.raises(ValueError, match=rf"start\(last=False\) of micro-batch 4 of a step: {said}"):
+        engine.start(last=False)
+    for options in ({"compression": Bf16Compression()}, {"gradient_dtype": "parameter"}, {"reduce_dtype": "parameter"}):
+        with pytest.raises(ValueError, match="virtual_ranks: expected gradients in float32, without compression"):
+            shard(made(), stage=1, virtual_ranks=2, **options)
+    with pytest.raises(ValueError, match="ZeroOptimizer does not know which micro-batches virtual ranks have"):
+        ZeroOptimizer(made(), stage=1, virtual_ranks=2)

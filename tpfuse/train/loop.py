@@ -287,9 +287,9 @@ class TrainingLoop:
     def _first_step(self) -> StepResult:
         """Run a step in which the ranks measure which implementations are the fastest here.
 
-        A resumed run uses the implementations that it used before.
+        A resumed run uses the implementations that it used before. With virtual ranks nothing is measured.
         """
-        seconds = self.options.parallel.measure_seconds
+        seconds = 0.0 if self.options.train.virtual_ranks else self.options.parallel.measure_seconds
         if seconds is None:
             seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
         if self.info.world == 1 or not (seconds or self.decisions):

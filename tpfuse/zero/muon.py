@@ -265,8 +265,8 @@ class Muon:
             del values  # and with the last view what has arrived
         for shape, numbers in alike.items():  # together if they may: one by one, a GPU would wait for the host
             stack = stacks.pop(shape)
-            parts = stack.split(1) if self._alone else [stack]
-            whole |= zip(numbers, (x for part in parts for x in orthogonalised(part, options)), strict=True)
+            stacked = torch.split(stack, 1 if self._alone else len(stack))
+            whole |= zip(numbers, (x for each in stacked for x in orthogonalised(each, options)), strict=True)
         back = [[whole[number][_index(slices)] for number, slices in to] for to in each.returned]
         own = [[(part.matrix, part.slices) for part in parts] for parts in each.own]
         parts = [part for parts in each.own for part in parts]

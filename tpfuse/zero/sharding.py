@@ -46,6 +46,7 @@ from tpfuse.zero.muon import MuonOptions
 from tpfuse.zero.muon_matrices import Rows, matrices_of
 from tpfuse.zero.offload import FileStore, file_bytes, moment_dtype, state_bytes, state_store
 from tpfuse.zero.parameter_takeover import partial_gradients
+from tpfuse.zero.reducer.collective import reserve_as_with_nccl
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.unit_updater import UnitUpdater
 
@@ -181,6 +182,8 @@ def shard(
             virtual=virtual,
         )
         engine.offload = offload
+    if virtual_ranks:
+        reserve_as_with_nccl(device)
     return engine
 
 

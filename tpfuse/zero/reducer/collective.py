@@ -44,6 +44,12 @@ def reserve(group: dist.ProcessGroup | None) -> Reservation | None:
     return Reservation()
 
 
+def reserve_as_with_nccl(device: torch.device) -> None:
+    """Leave multiprocessors for good on GPUs, also where no sums need them: products sum by their number."""
+    if device.type == "cuda" and not Reservation.held:
+        Reservation()
+
+
 class CollectiveReducer(GradientReducer):
     """The reducer of ranks that share no memory. group: None for a single rank, which works as stage 0 does.
 
