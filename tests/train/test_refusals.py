@@ -56,6 +56,12 @@ REFUSED = {
     "train --optim.name muon --optim.muon-momentum 1": "--optim.name muon: Muon: lr None, weight_decay None, ",
     "train --optim.name muon --optim.muon-coefficients 3,-4": "muon-coefficients '3,-4': expected three numbers",
     "train --optim.name muon --optim.muon-lr 1 --optim.lr 0": "--optim.muon-lr follows the schedule of --optim.lr",
+    "train --train.virtual-ranks 6": "--train.virtual-ranks: virtual_ranks 6: expected a power of two, or 0",
+    "train --train.virtual-ranks 2 --parallel.dp 4": "virtual_ranks 2: expected a multiple of the 4 data-parallel",
+    "train --train.virtual-ranks 4 --train.batch 6 --parallel.dp 2": "batch 6 cannot be divided among 4 virtual ranks",
+    "train --train.virtual-ranks 4 --train.batch 8 --train.micro-batch 4": (
+        "--train.micro-batch 4 does not divide the 2 sequences of each virtual rank (--train.batch 8, virtual-ranks 4)"
+    ),
     "train --parallel.tp 0": "--parallel.tp 0",
     "train --parallel.pp 3": "--parallel.pp 3: 2 layers cannot be cut into 3 pipeline stages: expected at least one",
     "train --parallel.pp 2 --parallel.pp-schedule zbv": "2 layers cannot be cut into 4 pipeline stages",

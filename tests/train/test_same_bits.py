@@ -22,10 +22,12 @@ from tests.support.training import CONFIG, decoder_config, new_trainer, options_
 from tpfuse.choices import Implementation
 from tpfuse.cli import run as run_command
 from tpfuse.comm.sum_order import VirtualRanks, sum_in_rank_order
+from tpfuse.errors import UserError
 from tpfuse.ops import adamw
 from tpfuse.switches import use
 from tpfuse.testing.ranks import pool
 from tpfuse.train import trainer as trainers
+from tpfuse.train.model_options import _check_cut as check_cut
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.rank_model import ModelConfig
 from tpfuse.zero import engine
@@ -200,6 +202,12 @@ def test_models_of_transformers_have_the_same_bits(family: str) -> None:
     expected = bits(options(), "auto", config)
     for layout in ({"dp": 2, "stage": 1}, {"dp": 4, "stage": 3}, {"pp": 2, "dp": 2, "stage": 2}, {"pp": 2, "stage": 1}):
         assert differing(bits(options(**layout), "auto", config), expected) == [], layout
+
+
+@pytest.mark.parametrize(("family", "settings"), [("llama_tied", {}), ("llama", {"attention_dropout": 0.1})])
+def test_models_whose_bits_depend_on_the_pipeline_are_refused(family: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"--train.virtual-ranks with --parallel.pp 2: the model (has|ties)"):
+        check_cut(options(pp=2), decoder_config(family, **settings))
 
 
 def _with_own_rank_first(parts: list[Tensor], out: Tensor) -> None:

@@ -99,7 +99,7 @@ def _check_batch(options: TrainCommand) -> None:
     train, dp = options.train, options.parallel.data_ranks
     if train.batch % dp:
         raise UserError(f"--train.batch {train.batch} cannot be divided among {dp} data-parallel ranks")
-    with refusing("--train."):
+    with refusing("--train.virtual-ranks: "):
         VirtualRanks.of(train.virtual_ranks, 1, dp)
     ranks, kind = (train.virtual_ranks, "virtual rank") if train.virtual_ranks else (dp, "rank")
     if train.batch % ranks:

@@ -81,10 +81,11 @@ def _check_mask(options: TrainCommand, config: ModelConfig) -> None:
 def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
     """Raise UserError if the layers of the model cannot be cut into the stages of the options."""
     if options.parallel.pp > 1:
-        if options.train.virtual_ranks and config.family and config.tied:
+        if options.train.virtual_ranks and isinstance(config, DecoderConfig) and (config.tied or config.drops):
+            why = "has dropout, which follows from the stage" if config.drops else "ties its embedding and its head"
             raise UserError(
-                f"--train.virtual-ranks with --parallel.pp {options.parallel.pp}: the model ties its embedding and its"
-                " head, whose gradients one rank adds in each pass: use one pipeline rank"
+                f"--train.virtual-ranks with --parallel.pp {options.parallel.pp}: the model {why}, so that its bits"
+                " depend on the pipeline: use one pipeline rank"
             )
         given = "pp-layers " if options.parallel.pp_layers else f"pp {options.parallel.pp}: "
         with refusing(f"--parallel.{given}"):
