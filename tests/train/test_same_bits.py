@@ -90,9 +90,7 @@ def on_one_rank(**given: Any) -> Bits:
 
 
 FIRST: list[dict[str, Any]] = [
-    {"dp": 2, "stage": 1},
-    {"dp": 4, "stage": 3, "replicas": 2},
-    {"dp": 2, "pp": 2, "stage": 2},
+    {"dp": 2, "pp": 2, "stage": 1},
     {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 3},
 ]
 MORE: list[dict[str, Any]] = [
@@ -103,7 +101,7 @@ MORE: list[dict[str, Any]] = [
         for dp, stage in ((1, 0), (2, 0), (2, 1), (2, 3), (4, 2))
     ),
     {"pp": 2, "dp": 8, "stage": 1},
-    {"dp": 4, "stage": 3, "replicas": 4},
+    *({"dp": 4, "stage": 3, "replicas": replicas} for replicas in (2, 4)),
     *({"dp": 2, "stage": stage, "offload": "host"} for stage in (0, 2, 3)),
     *({"dp": 4, "stage": stage, "name": "collective"} for stage in range(4)),
 ]
