@@ -20,7 +20,7 @@ class Bucket:
     `copy_waiting` when the bucket's turn comes, and `start_reduce`; after the last one `end_backward`, then read
     `reduced_shard`. `drop` instead of the rest discards the step's gradients.
 
-    uses: the uses of its parameter whose gradients are summed apart until the end (`TWICE` in `gradient_buckets`).
+    uses: the uses of its parameter in a pass whose gradients are summed apart (`GradientBuckets`); otherwise 1.
     """
 
     layout: BucketLayout

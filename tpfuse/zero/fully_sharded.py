@@ -279,7 +279,7 @@ class FullySharded(Engine):
         """Add the sums over ranks of the gradients of heads to those of the same parameters as embeddings."""
         world, total = self._shards.size(), self._total
         for name, whole in self._heads.items():
-            gradient = next(member.gradient for member in self.members if member.name == name)
+            gradient = next(member for member in self.members if member.name == name).own_gradient()
             dim = shard_dim(whole.shape, world)
             rows = whole.movedim(dim, 0)
             count = -(-len(rows) // world)
@@ -383,9 +383,7 @@ class FullySharded(Engine):
         self._order.end("finish()")
         self._reduce_heads()
         for member in self._tied:
-            if member.place.sums is None:
-                member.place.sums = torch.zeros_like(member.sharded)
-            gradient = member.gradient
+            gradient = member.own_gradient()
             if gradient.numel():
                 gradient.copy_(collectives.all_reduce(gradient.to(self.device), self._ends))
 

@@ -101,6 +101,12 @@ class ShardedParameter:
             return torch.zeros_like(local_tensor(self.sharded))
         return local_tensor(self.place.sums)
 
+    def own_gradient(self) -> Tensor:
+        """Return `gradient` as a tensor to which sums may be added."""
+        if self.place.sums is None:
+            self.place.sums = torch.zeros_like(self.sharded)
+        return self.gradient
+
 
 def check_units(model: nn.Module, units: Sequence[nn.Module]) -> torch.dtype:
     """Return the dtype of the parameters. Raise ValueError if they or the units cannot be sharded."""
