@@ -263,15 +263,19 @@ class Muon:
         for (number, slices), values in self._exchange(sent, each.received):
             whole[number][_index(slices)] = values
             del values  # and with the last view what has arrived
-        for shape, numbers in alike.items():  # together if they may: one by one, a GPU would wait for the host
-            stack = stacks.pop(shape)
-            stacked = torch.split(stack, 1 if self._alone else len(stack))
-            whole |= zip(numbers, (x for each in stacked for x in orthogonalised(each, options)), strict=True)
+        for shape, numbers in alike.items():
+            whole |= zip(numbers, self._each(stacks.pop(shape), options), strict=True)
         back = [[whole[number][_index(slices)] for number, slices in to] for to in each.returned]
         own = [[(part.matrix, part.slices) for part in parts] for parts in each.own]
         parts = [part for parts in each.own for part in parts]
         for part, (_, values) in zip(parts, self._exchange(back, own), strict=True):
             part.of(directions).copy_(values)
+
+    def _each(self, stack: Tensor, options: MuonOptions) -> Sequence[Tensor]:
+        """Return the orthogonalised matrices of a stack: together if they may, since a GPU would wait for the host."""
+        if not self._alone:
+            return orthogonalised(stack, options).unbind()
+        return [orthogonalised(matrix.unsqueeze(0), options)[0] for matrix in stack]
 
     def _exchange(self, sent: list[list[Tensor]], received: list[list[_Region]]) -> Iterator[tuple[_Region, Tensor]]:
         """Send tensors to each rank; yield (region, its values) of all that arrive from the first rank on."""
