@@ -49,6 +49,7 @@ def _compared(family: str, layout: dict[str, int], options: dict[str, Any], sett
         ("gpt2", {"tp": 2}, {}, DROPS),
         ("llama", {"tp": 2}, {"sequence_parallel": False}, {}),
         ("llama", {"cp": 2}, {}, {}),
+        ("bitnet", {"tp": 2}, {}, {}),
     ],
 )
 def test_two_graphs_compute_the_numbers_of_eager_code(

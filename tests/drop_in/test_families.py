@@ -7,13 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.decoders import FAMILIES, OTHERS, decoder, exact
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive, pairwise
-from tpfuse.comm.layout import gather_whole
+from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.drop_in.replicated import rms_norm_terms
 from tpfuse.layers.explain import plans
@@ -23,9 +24,14 @@ from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 
 # The structures that differ: packed projections in [in, out]; packed with unequal parts; head by head; blocks that are
-# left alone and view what they get in another shape; parameters of attention that have an entry for each head;
-# embeddings of another name with the weight of the head. (Other tests have Llama's, with separate projections.)
-STRUCTURES = ["gpt2", "phi3_shared", "neox", "mixtral", "gpt_oss", "falcon"]
+# left alone and view what they get in another shape; parameters of attention that have an entry for each head; experts
+# that pack gate and up one after the other, alternately with biases, and beside shared ones; embeddings of another name
+# with the weight of the head; norms over sharded features; activations with parameters; gates; latents that all heads
+# share. (Other tests have Llama's, with separate projections.)
+STRUCTURES = [
+    "gpt2", "phi3_shared", "neox", "mixtral", "gpt_oss", "qwen2_moe", "falcon", "bitnet", "apertus", "afmoe",
+    "minicpm3",
+]  # fmt: skip
 
 
 def _batch(sequences: int, length: int, padding: str) -> dict[str, Tensor]:
@@ -137,6 +143,51 @@ def test_sinks_are_sharded_with_the_heads_and_tied_embeddings_with_the_head() ->
     assert (plan.shard, plan.implementation, plan.reason) == ((6,), "sharded", "every rank has those of its heads")
     embedding = falcon.transformer.word_embeddings.weight
     assert embedding is falcon.lm_head.weight and embedding.placements == (Shard(0),)
+
+
+# The parameters of a layer that each rank holds whole; of all others it holds half.
+WHOLE = {
+    "bitnet": "layernorm",
+    "apertus": r"layernorm|q_norm|k_norm|act_fn|o_proj\.bias",
+    "afmoe": "layernorm|q_norm|k_norm",
+}
+
+
+@on_ranks(2)
+def test_norms_over_all_features_and_gates_are_sharded() -> None:
+    for family, whole in WHOLE.items():
+        for name, parameter in parallelize(decoder(family), tensor_mesh()).model.layers[1].named_parameters():
+            held = parameter.numel() if re.search(whole, name) else parameter.numel() // 2
+            assert local_tensor(parameter).numel() == held, name
+    plan = next(plan for plan in plans(parallelize(decoder("bitnet"), tensor_mesh())) if "ffn_sub_norm" in plan.layer)
+    assert (plan.shard, plan.implementation, plan.reason) == (
+        (48,), "sharded", "every rank has its features, and sums their squares"
+    )  # fmt: skip
+
+
+@on_ranks(2)
+def test_a_sharded_norm_has_the_dtype_of_the_whole_one() -> None:
+    for family in ("olmo2", "bitnet"):  # the one returns that of its input, the other that of its weight
+        whole, model = decoder(family, torch.float32), parallelize(decoder(family, torch.float32), tensor_mesh())
+        name = "model.layers.1.self_attn." + ("q_norm" if family == "olmo2" else "attn_sub_norm")
+        own, norm = whole.get_submodule(name), model.get_submodule(name)
+        for dtype in (torch.bfloat16, torch.float32):
+            x = normal(1, 2, 3, 48, dtype=dtype)
+            found, expected = norm(x.chunk(2, -1)[dist.get_rank()]), own(x).chunk(2, -1)[dist.get_rank()]
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+@on_ranks(2)
+def test_latents_are_whole_on_every_rank_and_heads_sharded() -> None:
+    model = parallelize(decoder("minicpm3"), tensor_mesh())
+    attention = model.model.layers[1].self_attn
+    shapes = {name: tuple(x.to_local().shape) for name, x in attention.named_parameters()}
+    assert shapes == {
+        "q_a_proj.weight": (16, 48), "q_a_layernorm.weight": (16,), "q_b_proj.weight": (12 * 12 // 2, 16),
+        "kv_a_proj_with_mqa.weight": (20 + 4, 48), "kv_a_layernorm.weight": (20,),
+        "kv_b_proj.weight": (12 * (8 + 6) // 2, 20), "o_proj.weight": (48, 12 * 6 // 2),
+    }  # fmt: skip
 
 
 class _OwnRMSNorm(nn.Module):

@@ -32,7 +32,6 @@ from tpfuse.testing.ranks import on_ranks, pool
 IDS = integers(1, 2, 13, low=3, high=101, dtype=torch.int64)  # neither 2 nor 4 divides the length
 PACKED = torch.cat([torch.arange(n) for n in (5, 8, 10, 3)]).view(2, 13)  # the positions of four documents
 CASES = ("whole", "left", "right", "packed")
-UNCAPPED = {"gemma2": {"attn_logit_softcapping": None}}  # ring attention has no soft caps
 
 
 def _inputs(case: str) -> tuple[dict[str, Any], Tensor]:
@@ -115,13 +114,15 @@ def _agrees(
 @pytest.mark.parametrize(
     ("cases", "family", "tp", "cp", "ulysses", "sequence_parallel"),
     [
-        (("whole", "left"), "mistral", 1, 2, 1, False),
+        (("whole", "left"), "gemma2", 1, 2, 1, False),  # windows and softcaps
+        (("whole",), "gpt_oss", 1, 2, 1, False),  # sinks
         *exhaustive(
             *(
                 (CASES[1 + 2 * (number % 2) :][:1], family, 1, 2, 1, False)  # padding at the left, and packed texts
                 for number, family in enumerate(FAMILIES)
                 if family not in ("stablelm_norms", "doge")
             ),
+            (CASES[::2], "gpt_oss", 2, 2, 1, True),
             (CASES[::2], "llama_one_kv_head", 1, 4, 1, False),
             *((CASES[::2], family, 2, 2, 1, True) for family in ("gpt2", "phi3", "gemma3")),
             (CASES[::2], "qwen3", 2, 2, 1, False),
@@ -132,7 +133,7 @@ def _agrees(
 def test_a_context_gives_the_results_of_eager_attention(
     cases: tuple[str, ...], family: str, tp: int, cp: int, ulysses: int, sequence_parallel: bool
 ) -> None:
-    pool(tp * cp).run(_agrees, cases, family, tp, cp, ulysses, sequence_parallel, UNCAPPED.get(family, {}))
+    pool(tp * cp).run(_agrees, cases, family, tp, cp, ulysses, sequence_parallel, {})
 
 
 @pytest.mark.parametrize(("family", "tp", "cp"), [("mixtral", 1, 2), *exhaustive(("mistral", 1, 2), ("mixtral", 2, 2))])
@@ -224,7 +225,7 @@ def test_what_is_trained_around_a_model_has_the_gradients_of_one_rank(
 def _packed(family: str, ways: tuple[str, ...]) -> None:
     """Compare the losses of packed documents, which transformers separates only if it makes no key/value cache."""
     losses = []
-    plain, model = decoder(family, **UNCAPPED.get(family, {})), decoder(family, **UNCAPPED.get(family, {}))
+    plain, model = decoder(family), decoder(family)
     parallelize(model, mesh_of(1, 1, 2))
     options: dict[str, dict[str, Any]] = {
         "False": {"use_cache": False}, "True": {"use_cache": True}, "mask": {"attention_mask": torch.ones_like(IDS)},
@@ -428,17 +429,13 @@ def test_what_a_context_cannot_do_is_refused() -> None:
     eager, classifier = decoder("mistral"), transformers.MistralForSequenceClassification(model.config)
     eager.set_attn_implementation("eager")
     first = {"attention_mask": after.flip(1), "labels": IDS.masked_fill(after.flip(1) == 0, -100)}
-    capped = parallelize(decoder("gemma2", **UNCAPPED["gemma2"]), mesh)
+    capped = parallelize(decoder("gemma2"), mesh)
     plain, tensors, style = decoder("mistral"), tensor_mesh(), FusedRowwiseParallel()
     refusals: list[tuple[Callable[[], Any], str]] = [
         (lambda: model(IDS, labels=IDS), "context parallelism: the model has a loss of its own"),
         (lambda: parallelize(eager, mesh)(IDS, **first),
          r"first token after padding .* or attn_implementation=\"sdpa\" before"),
-        (lambda: parallelize(decoder("gpt_oss"), mesh),
-         r"GptOssForCausalLM cannot be .*: GptOssAttention takes s_aux; use a mesh wi"),
-        (lambda: parallelize(decoder("gemma2"), mesh), "Gemma2Attention takes softcap"),
-        (lambda: _with(capped, model__layers__0__self_attn__attn_logit_softcapping=1.0)(IDS),
-         "Gemma2Attention of layer 0: softcap is not supported"),
+        (lambda: capped.model(IDS), "Gemma2Attention of layer 0: softcap is not supported"),
         (lambda: parallelize(nn.Linear(2, 2), mesh), "the model is a Linear: expected a decoder of transformers"),
         (lambda: parallelize(classifier, mesh),
          "MistralForSequenceClassification is no base model and no causal language"),
@@ -455,7 +452,7 @@ def test_what_a_context_cannot_do_is_refused() -> None:
     if dist.get_rank() == 1:
         capped.model.layers[0].mlp.forward = torch.zeros_like
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight has a gradient on 1 of 2 ranks"):
-        _with(capped, model__layers__0__self_attn__attn_logit_softcapping=None)(IDS, labels=IDS).loss.backward()
+        capped(IDS, labels=IDS).loss.backward()
     fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"fully_shard replaces the parameters .* use tpfuse\.ZeroOptimizer with"):
         model(IDS)
@@ -494,7 +491,7 @@ def _with(model: Any, **changes: Any) -> Any:
 def test_a_context_is_refused_where_tokens_meet_outside_of_attention() -> None:
     register()
     for name in ("llama", "mistral", "gemma3", "mixtral", "qwen3_moe"):
-        prove_context(decoder(name, **UNCAPPED.get(name, {})))
+        prove_context(decoder(name))
     model = decoder("llama")
     for changed in (
         {"model__layers__1__mlp__up_proj": _Before(model.model.layers[1].mlp.up_proj)},
@@ -503,6 +500,9 @@ def test_a_context_is_refused_where_tokens_meet_outside_of_attention() -> None:
     ):
         with pytest.raises(ValueError, match="cannot be sharded over the sequence: its tokens meet outside of atten"):
             prove_context(_with(decoder("llama"), **changed))
+    nested = nn.Sequential(model.model.layers[0].self_attn.q_proj, nn.Linear(48, 48))
+    with pytest.raises(ValueError, match="q_proj of LlamaAttention is no projection or norm; use a mesh without cp"):
+        prove_context(_with(decoder("llama"), model__layers__0__self_attn__q_proj=nested))
 
 
 PLAN = {

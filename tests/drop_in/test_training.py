@@ -222,6 +222,8 @@ ADAPTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "saved norms": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, []),
     "saved head": ("llama_tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, ["lm_head"]),
+    "gates": ("afmoe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, []),
+    "wrapped": ("moshi", {"target_modules": ["linear", "fc1", "fc2"]}, []),
     "tokens": ("llama_tied", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 70]}, ["lm_head"]),
 }
 _FIRST = ("llama", "tokens")

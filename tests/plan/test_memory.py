@@ -422,7 +422,8 @@ def _saved_by(family: str, tp: int) -> int:
         ("llama", 1),
         ("gpt2", 2),
         *exhaustive(
-            ("gpt2", 1), ("llama", 2), ("qwen3", 1), ("qwen3", 2), ("gemma", 2), ("gemma2", 1), ("stablelm_norms", 1)
+            ("gpt2", 1), ("llama", 2), ("qwen3", 1), ("qwen3", 2), ("gemma", 2), ("gemma2", 1), ("stablelm_norms", 1),
+            ("olmo2", 2), ("apertus", 2),
         ),
     ],
 )  # fmt: skip

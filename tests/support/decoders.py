@@ -15,6 +15,7 @@ SIZES = {
 _PHI = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _BIGCODE = {"attn_pdrop": 0.0, **_PHI}
 _STABLELM = {"qk_layernorm": True, "partial_rotary_factor": 0.5, "attention_dropout": 0.0}
+_LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 _NEOX = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 # By name: the class of the model, the class of its configuration, and the settings that differ from SIZES.
@@ -42,7 +43,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3_shared": ("Phi3ForCausalLM", "Phi3Config", {"num_key_value_heads": 4, **_PHI}),
     "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": True, **_NEOX}),
     "neox_sequential": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": False, **_NEOX}),
-    # What plan "auto" leaves alone, in part: q, k and v of a head lie together; a norm for each head; a layer with
+    # Latent attention: key heads of 8 + 4, value heads of 6; the 4 are one rotary key of all heads.
+    "minicpm3": ("MiniCPM3ForCausalLM", "MiniCPM3Config", {"num_key_value_heads": 12, "q_lora_rank": 16, **_LATENT}),
+    "youtu": ("YoutuForCausalLM", "YoutuConfig", {"num_key_value_heads": 12, "q_lora_rank": None, **_LATENT}),
+    # What plan "auto" leaves alone, in part: q, k and v of a head lie together; a norm for each head. A layer with
     # parameters of its own.
     "bigcode_heads": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {"multi_query": False, **_BIGCODE}),
     "stablelm_norms": ("StableLmForCausalLM", "StableLmConfig", {"num_key_value_heads": 4, **_STABLELM}),
@@ -61,7 +65,40 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_key_value_heads": 4, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
          "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     ),
-    "falcon": ("FalconForCausalLM", "FalconConfig", {}),  # tied
+    "qwen2_moe": (  # with shared experts behind a gate
+        "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
+        {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36,
+         "shared_expert_intermediate_size": 24},
+    ),
+    "llama4": (  # whose experts take all tokens, which come back in one dimension
+        "Llama4ForCausalLM", "Llama4TextConfig",
+        {"num_key_value_heads": 4, "head_dim": 4, "num_local_experts": 3, "interleave_moe_layer_step": 2,
+         "intermediate_size_mlp": 96, "attention_chunk_size": 8},
+    ),
+    "falcon": ("FalconForCausalLM", "FalconConfig", {}),  # tied; one key head
+    "falcon_groups": (
+        "FalconForCausalLM", "FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 4},
+    ),
+    # Norms over all heads, and over all features of an MLP; an activation with parameters; gates beside the projections
+    # and in them, and one that reads the values of all heads; linears that are all that a module holds.
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {"num_key_value_heads": 4}),
+    "bitnet": ("BitNetForCausalLM", "BitNetConfig", {"num_key_value_heads": 4}),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", {"num_key_value_heads": 4, "attention_bias": True}),
+    "afmoe": (
+        "AfmoeForCausalLM", "AfmoeConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "num_dense_layers": 2, "sliding_window": 5},
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM", "Qwen3NextConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2, "mlp_only_layers": [0, 1]},
+    ),
+    "moshi": ("MoshiForCausalLM", "MoshiConfig", {"num_key_value_heads": 4, "head_dim": 8, "ffn_dim": 96}),
+    # Two attentions and MLPs in lists of each layer, beside experts.
+    "longcat": (
+        "LongcatFlashForCausalLM", "LongcatFlashConfig",
+        {"num_layers": 2, "num_key_value_heads": 12, "head_dim": 4, "q_lora_rank": 16, "ffn_hidden_size": 96,
+         "expert_ffn_hidden_size": 32, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1, **_LATENT},
+    ),
     "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 12}),  # tied
 }  # fmt: skip
 
@@ -90,7 +127,7 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) ->
 
 @contextlib.contextmanager
 def exact(*models: nn.Module) -> Iterator[None]:
-    """Let these models' RMS norms, losses and softmax of eager attention compute in the dtype of their input.
+    """Let these models' RMS norms, losses, routers and softmax of eager attention compute in the dtype of their input.
 
     The families' own compute in float32, whose reciprocal square root differs by one unit in the last place between
     vector and scalar code, so with the shape. Float64 results of shards and of the whole would differ by that; and the
@@ -103,9 +140,14 @@ def exact(*models: nn.Module) -> Iterator[None]:
             if kind.__module__.startswith("transformers."):
                 stack.enter_context(mock.patch.object(kind, "forward", _exact_norm(cast(Any, kind).forward)))
         stack.enter_context(mock.patch.object(nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)))
+        stack.enter_context(mock.patch.object(Tensor, "float", _exact_float))
         for model in models:
             stack.enter_context(mock.patch.object(model, "_loss_function", exact_loss, create=True))
         yield
+
+
+def _exact_float(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.to(torch.float32)
 
 
 def exact_loss(

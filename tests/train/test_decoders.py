@@ -54,6 +54,8 @@ def _layout(tp: int, cp: int, dp: int, stage: int, **options: Any) -> TrainComma
             ("llama", _layout(2, 2, 1, 2, recompute="full")),
             ("llama_tied", _layout(1, 2, 2, 3)),
             ("qwen3", _layout(2, 1, 2, 2, accumulation=2)),
+            ("minicpm3", _layout(2, 2, 1, 2, recompute="full")),
+            ("gemma2", _layout(2, 2, 1, 1)),
         ),
     ],
 )
@@ -87,8 +89,15 @@ def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) ->
         ("gpt2", _layout(2, 1, 1, 1), _layout(1, 1, 2, 3)),
         *exhaustive(
             ("phi3", _layout(1, 1, 2, 2), _layout(3, 1, 1, 0)),
+            ("minicpm3", _layout(3, 1, 1, 0), _layout(1, 2, 1, 1, pp=2, accumulation=2)),
             ("llama_tied", _layout(1, 1, 1, 0), _layout(1, 2, 1, 1, pp=2, pp_schedule="zero_bubble", accumulation=2)),
             ("phi3", _layout(1, 1, 1, 0, pp=2, accumulation=2), _layout(1, 1, 2, 3, pp=2, accumulation=2)),
+            ("bitnet", _layout(2, 1, 1, 1), _layout(1, 2, 2, 3)),
+            ("apertus", _layout(2, 1, 1, 1), _layout(1, 1, 1, 1, pp=2, accumulation=2)),
+            ("afmoe", _layout(2, 1, 1, 1), _layout(4, 1, 1, 1)),
+            ("olmo2", _layout(1, 1, 1, 0), _layout(2, 1, 2, 2)),
+            ("mixtral", _layout(2, 1, 1, 1), _layout(1, 1, 2, 3)),
+            ("qwen2_moe", _layout(1, 2, 1, 0), _layout(2, 1, 1, 3, pp=2, accumulation=2)),
         ),
     ],
 )
@@ -259,7 +268,9 @@ def _trained(folder: Path, out: Path, text: Path, *flags: str, world: int = 1) -
     [
         ("gpt2", 1, "--train.dtype bfloat16"),
         *exhaustive(
-            ("phi3", 4, "--parallel.tp 2 --parallel.cp 2"), ("llama_tied", 2, "--parallel.pp 2 --zero.stage 3")
+            ("phi3", 4, "--parallel.tp 2 --parallel.cp 2"),
+            ("minicpm3", 2, "--parallel.tp 2"),
+            ("llama_tied", 2, "--parallel.pp 2 --zero.stage 3"),
         ),
     ],
 )

@@ -187,6 +187,7 @@ def test_packed_projections_are_matrices_of_their_own() -> None:
         for ours, theirs in zip(found, parts, strict=True):
             assert torch.equal(ours if family != "gpt2" else ours.T, theirs.reshape(-1, width))
     assert [x.shape for x in rows_of("phi3")["model.layers.0.mlp.gate_up_proj.weight"]] == [(96, 48)] * 2
+    assert [x.shape for x in rows_of("moshi")["model.layers.0.mlp.fc1.weight"]] == [(48, 48)] * 2
     assert all(len(parts) == 1 for parts in rows_of("llama").values())
 
 

@@ -40,7 +40,6 @@ PROOF = "tpfuse_proof"
 _SEQUENCES, _TOKENS = 2, 3  # sequences, and tokens of each in one half
 _RANK = 4  # of the matrices in the place of linear layers
 _PAIRS = 4096  # pairs of a query and a key at which a mask is tried
-UNSUPPORTED = ("softcap", "s_aux", "head_mask")  # arguments of attention that `ring_attention` has no place for
 
 
 @dataclass(frozen=True)
@@ -189,14 +188,19 @@ def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return (a function of each token [batch, tokens, heads, size], None), for transformers' AttentionInterface."""
-    given = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if given:
-        raise NotImplementedError(f"{type(module).__name__} takes {given[0]}")
+    if kwargs.get("head_mask") is not None:
+        raise NotImplementedError(f"{type(module).__name__} takes head_mask")
+    for name, child in module.named_children():
+        # More tokens than are tried may meet there, as in the windows of DeepSeek V4's compressor.
+        parts = [part for part in child.children() if any(True for _ in part.parameters())]
+        if len(parts) > 1 and not hasattr(child, "base_layer"):
+            raise NotImplementedError(f"{name} of {type(module).__name__} is no projection or norm")
     if not isinstance(attention_mask, _Proved):
         raise NotImplementedError("it makes its attention masks by itself")
-    if key.shape != value.shape or query.shape[1] % key.shape[1] or query.shape[-1] != key.shape[-1]:
+    if key.shape[:-1] != value.shape[:-1] or query.shape[1] % key.shape[1] or query.shape[-1] != key.shape[-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-        raise NotImplementedError(f"its queries, keys and values are {shapes}: expected heads of one size")
+        raise NotImplementedError(f"its queries, keys and values are {shapes}: expected as many values as keys")
     repeats = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return (torch.tanh(query + keys) + values).transpose(1, 2).contiguous(), None
+    scores = torch.tanh(query + keys).sum(-1, keepdim=True)  # values may be of another size
+    return (scores + values).transpose(1, 2).contiguous(), None

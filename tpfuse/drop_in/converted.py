@@ -87,6 +87,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     ranges: Ranges | None  # the rows of a replicated weight that this rank uses; None for a sharded one
     transposed: bool  # whether the weight is [in, out]
     use_local_output: bool  # return a plain tensor, not a DTensor
+    sum_input: bool  # whether the gradient of a whole input is summed over the ranks
     # (input, output) if the parent has computed the output with those of its other projections (`PreparedInput`)
     offered: tuple[Tensor, Tensor] | None
     shares_gather: bool = False  # whether the parent gathers the input, in one product for all its projections
@@ -145,7 +146,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
             out = sequence_back(all_gather_linear(sequence_first(x, dim), weight, bias, group), dim)
             out = out if length is None else out.narrow(dim, 0, length)
         else:
-            out = gemm(x if partial else replicate(x, group), weight, bias)
+            out = gemm(x if partial or not self.sum_input else replicate(x, group), weight, bias)
         return self.finish(out)
 
     def _refuse_to_run_again(self) -> NoReturn:

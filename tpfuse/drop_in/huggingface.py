@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -376,7 +377,8 @@ def _attention(
     number of the layer, for what `ring_attention` cannot do.
     """
     layer = f"{own_class(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
-    for name in context_proof.UNSUPPORTED:
+    sharded = isinstance(attention_mask, ShardedTokens)
+    for name in ("head_mask",) if sharded else ("head_mask", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             way = "give the ranks of the context to tp, which shards the heads"
             raise ValueError(f"{layer}: {name} is not supported by attn_implementation={ATTENTION!r}: {way}")
@@ -392,8 +394,12 @@ def _attention(
     if dropout > 0 and attention_mask.dropout_keys is None:
         raise ValueError(f"{layer}: context parallelism: its dropout {dropout} is not that of the configuration")
     dropped = attention_mask.dropout(module.layer_idx, dropout, query) if dropout > 0 else {}
-    options = {"window": attention_mask.window, "scale": scaling, **dropped}
-    out = attention_mask.sharded.attention(query, key, value, **options).transpose(1, 2).contiguous()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux"), **dropped}
+    width = max(query.shape[-1], value.shape[-1])  # zeros change neither scores nor the other columns of the output
+    query, key, padded = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    out = attention_mask.sharded.attention(query, key, padded, window=attention_mask.window, scale=scale, **options)
+    out = out[..., : value.shape[-1]].transpose(1, 2).contiguous()
     if attention_mask.unseeing is not None:
         out = out.masked_fill(attention_mask.unseeing[..., None, None], 0)
     return out, None

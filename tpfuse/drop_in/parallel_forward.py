@@ -24,7 +24,8 @@ in each backward pass, unless an engine of `tpfuse.zero` does.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, Self, cast
@@ -123,9 +124,24 @@ class ParallelForward(AveragedGradients):
         whole = cached or (kwargs.get("use_cache") and self._makes_cache(kwargs))
         context = None if whole else self.context
         self._compare_inputs(kwargs, context)
-        if self.context is not None:
-            self.average_gradients()
-        return self._run(kwargs, context)
+        if self.context is None:
+            return self._run(kwargs, None)
+        self.average_gradients()
+        if context is not None:
+            return self._run(kwargs, context)
+        with self._own_attention():
+            return self._run(kwargs, None)
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Let the layers attend to all tokens as they did before the conversion."""
+        model: Any = self.model
+        over_context = model.config._attn_implementation
+        model.set_attn_implementation(self.attention)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(over_context)
 
     def _makes_cache(self, kwargs: dict[str, Any]) -> bool:
         """Return whether the model's own forward would make a key/value cache for these arguments."""

@@ -10,7 +10,7 @@ shape: all of them, or those that the rank would have. So each block is proved b
 
 | block           | known modules in it                                      | on a rank                               |
 |-----------------|----------------------------------------------------------|-----------------------------------------|
-| attention, MLP  | its projections                                          | its heads, its features                 |
+| attention, MLP  | its projections, norms over all its heads or features    | its heads, its features                 |
 | layer           | attention, MLP, what runs on whole sequences, linears    | its tokens                              |
 | decoder         | embeddings, linears, layers, last norm                   | its tokens, between first layer and norm|
 
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tpfuse.drop_in.experts import ExpertShards
+from tpfuse.drop_in.replicated import rms_norm_terms
 from tpfuse.drop_in.sketch import (
     LARGE,
     apart,
@@ -49,7 +51,8 @@ from tpfuse.drop_in.styles import (
     ReplicatedParallel,
     WholeSequences,
 )
-from tpfuse.drop_in.tried_block import KnownModule, ModuleCall, Part, TriedBlock, entire
+from tpfuse.drop_in.tried_block import KnownModule, ModuleCall, Part, TriedBlock, entire, summand
+from tpfuse.drop_in.tried_experts import try_experts
 
 _SEQUENCES, _TOKENS = 2, 3  # sequences, and tokens of each on a rank
 _WIDE = 2**16  # features of an output that gets no values: logits
@@ -86,13 +89,20 @@ class Proof:
         """Prove an attention or MLP with these styles. sharded: a rank returns its tokens of the output."""
         if self.ranks == 1:
             return
-        self._refuse_replaced(path)
-        for layer in self._layers:
-            if _inside(path, layer) and layer in self._replaced:
-                self._refuse_replaced(layer)
+        self._refuse_replaced_in_layer(path)
         (prepared,) = (style for style in styles[path] if isinstance(style, FusedPrepareModuleInput))
         known = self._projections(path, styles, sharded, prepared)
         self._prove(path, styles, known, entire, self._tokens if sharded else entire, prepared.attributes)
+
+    def experts(self, path: str, shards: ExpertShards) -> None:
+        """Prove that the parts of experts add up to them. They are tried at few features, and all of their number."""
+        if self.ranks == 1:
+            return
+        self._refuse_replaced_in_layer(path)
+        module = self._modules[path]
+        self._once(
+            (kind_of(module), shards), [path], lambda: try_experts(module, shards, self._calls[path], self.ranks)
+        )
 
     def layer(self, path: str, styles: Mapping[str, Sequence[ParallelStyle]]) -> None:
         """Prove a layer whose modules have these styles, on shards of the sequence."""
@@ -102,10 +112,15 @@ class Proof:
         for name, its_styles in styles.items():
             kinds = {type(style) for style in its_styles}
             alone = FusedSequenceParallel in kinds and width_of(self._modules[name]) is not None
-            if name.rpartition(".")[0] == path and (kinds & {FusedPrepareModuleInput, WholeSequences} or alone):
+            if self._owner(name) == path and (kinds & {FusedPrepareModuleInput, WholeSequences} or alone):
                 known[name] = KnownModule(self._tokens, self._tokens)
         self._refuse_replaced(path, known)
         self._prove(path, styles, known, self._tokens, self._tokens, {}, lambda x: entire)
+
+    def _owner(self, name: str) -> str:
+        """Return the name of the module that calls the module `name`: the one that has it, or has it in a list."""
+        owner = name.rpartition(".")[0]
+        return owner.rpartition(".")[0] if isinstance(self._modules[owner], nn.ModuleList) else owner
 
     def decoder(self, name: str, layers: Sequence[str], norm: str) -> None:
         """Prove the forward that calls these layers and then the norm, with shards of the sequence between them."""
@@ -126,11 +141,30 @@ class Proof:
 
     def calls(self, path: str) -> bool:
         """Return whether the model calls the module in a layer as a module, not only its methods or its weights."""
+        return self._tried(path) in self._calls
+
+    def reads_input(self, path: str, name: str) -> bool:
+        """Return whether the module `name` in another one gets the first input of that; True if nothing was tried."""
+        path = self._tried(path)
+        inside = self._calls.get(f"{path}.{name}")
+        if not inside:
+            return True
+        outside = self._calls[path][0]
+        return first_input(inside[0].args, inside[0].kwargs) is first_input(outside.args, outside.kwargs)
+
+    def _tried(self, path: str) -> str:
+        """Return the path of the module that was tried for the one at `path`, which may be in a layer alike."""
         for name, other in self._alike.items():
             if path.startswith(f"{name}."):
-                path = other + path.removeprefix(name)
-                break
-        return path in self._calls
+                return other + path.removeprefix(name)
+        return path
+
+    def _refuse_replaced_in_layer(self, path: str) -> None:
+        """Raise NotImplementedError for a module in `path`, or a layer around it, whose forward is not tried."""
+        self._refuse_replaced(path)
+        for layer in self._layers:
+            if _inside(path, layer) and layer in self._replaced:
+                self._refuse_replaced(layer)
 
     def _refuse_replaced(self, path: str, known: Iterable[str] = ()) -> None:
         """Raise NotImplementedError for a module in `path`, but in none that is known, whose forward is not tried."""
@@ -195,18 +229,23 @@ class Proof:
         known = {}
         fused = all(width_of(self._modules[f"{path}.{name}"]) is not None for name in prepared.projections)
         output = self._tokens if sharded else entire
+        features = partial(_chunk, self.ranks, -1)
         for name, (style, *_) in styles.items():
             width = width_of(self._modules[name])
             if isinstance(style, FusedColwiseParallel) and width is not None:
                 rows = [_rows(style, width, rank, self.ranks) for rank in range(self.ranks)]
                 projects = fused and name.removeprefix(f"{path}.") in prepared.projections
-                known[name] = KnownModule(entire, partial(_selected, rows), projects)
+                of_features = isinstance(style.input_layouts[0], Shard)
+                takes = features if of_features else entire if style.sum_input else summand
+                known[name] = KnownModule(takes, partial(_selected, rows), projects)
             elif isinstance(style, FusedRowwiseParallel):
                 shards = isinstance(style.output_layouts[0], Shard)
-                features = partial(_chunk, self.ranks, -1)
                 known[name] = KnownModule(features, self._tokens if shards else entire)
+            elif isinstance(style, ReplicatedParallel) and style.sharded and rms_norm_terms(self._modules[name]):
+                known[name] = KnownModule(features, features)
             elif isinstance(style, ReplicatedParallel) and width is not None and ".lora_" in name:
-                known[name] = KnownModule(output, output) if style.sum_gradients else KnownModule(entire, entire)
+                part = summand if ".lora_A" in name else output
+                known[name] = KnownModule(part, part) if style.sum_gradients else KnownModule(entire, entire)
         return known
 
     def _prove(
@@ -226,13 +265,17 @@ class Proof:
         """
         module = self._modules[path]
         key = kind_of(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
+        heads = partial(_chunk, self.ranks, 0)
+        block = TriedBlock(self._modules, path, styles, known, enters, leaves, heads, self._calls, others, self.ranks)
+        self._once(key, [path, *known], lambda: block.prove(attributes))
+
+    def _once(self, key: Any, called: Iterable[str], attempt: Callable[[], None]) -> None:
+        """Try what has this key, if nothing with it was tried; raise the reason that was found. called: the modules."""
         if key not in self._reasons:
-            heads = partial(_chunk, self.ranks, 0)
-            block = TriedBlock(self._modules, path, styles, known, enters, leaves, heads, self._calls, others)
             try:
-                if path not in self._calls or any(name not in self._calls for name in known):
+                if any(name not in self._calls for name in called):
                     raise NotImplementedError(self._failure)
-                block.prove(self.ranks, attributes)
+                attempt()
                 self._reasons[key] = ""
             except NotImplementedError as reason:
                 self._reasons[key] = str(reason)

@@ -1,4 +1,4 @@
-"""Modules that run their own forward on a mesh, with parameters that every rank holds whole, or those of its heads."""
+"""Modules that run their own forward on a mesh, with parameters that every rank holds whole, or a part of them."""
 
 import contextlib
 import dataclasses
@@ -16,6 +16,7 @@ from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.drop_in.conversion import convert
 from tpfuse.drop_in.converted import Converted, combined_class
 from tpfuse.drop_in.outline import outline
+from tpfuse.drop_in.sharded_norm import sharded_rms_norm
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.local_parameter import local
 from tpfuse.ops.collectives import replicate
@@ -23,7 +24,7 @@ from tpfuse.ops.rms_norm import rms_norm
 
 
 class ReplicatedModule(Converted):
-    """A module with any forward, whose own parameters are DTensors that every rank holds whole, or those of its heads.
+    """A module with any forward, whose own parameters are DTensors that every rank holds whole, or a part of them.
 
     During forward the module has plain tensors instead, and so have its children of this class, whose parameters it may
     read without calling them. sum_gradients: each rank computes a part of the gradients, for its tokens or its heads,
@@ -31,13 +32,14 @@ class ReplicatedModule(Converted):
     """
 
     sum_gradients: bool
+    has_part = "has those of its heads"  # for `explained`
 
     def explained(self, name: str) -> LayerPlan:
         shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
         own = next((x for x in self._parameters.values() if isinstance(x, DTensor)), None)  # type: ignore[attr-defined]
         part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
         computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
-        reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else 'has those of its heads'}"
+        reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else self.has_part}"
         kind, held = self.unconverted.kind.__name__, "replicated" if part == shape else "sharded"
         return LayerPlan(name, kind, shape, part, "its own forward", held, reason)
 
@@ -53,7 +55,7 @@ class ReplicatedModule(Converted):
                 continue
             parameters: dict[str, Any] = module._parameters  # type: ignore[attr-defined]
             sharded = {name: x for name, x in parameters.items() if isinstance(x, DTensor)}
-            group = self.group if self.sum_gradients else None
+            group = module.group if module.sum_gradients else None
             parameters.update({name: replicate(local(x), group) for name, x in sharded.items()})
             held.append((parameters, sharded))
         try:
@@ -92,6 +94,26 @@ class ReplicatedRMSNorm(ReplicatedModule):
         return rms_norm(x, weight, eps, sum_gradients_over=self.group if self.sum_gradients else None)
 
 
+class ShardedRMSNorm(ReplicatedModule):
+    """A root-mean-square norm as `ReplicatedRMSNorm` is, over features that are sharded, with this rank's weight.
+
+    For a weight of another dtype than x the module's own forward says the dtype of the result.
+    """
+
+    weight: Tensor
+    terms: tuple[float, float]
+    has_part = "has its features, and sums their squares"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's features of the norm of its input [..., C / ranks], the only argument, in its shape."""
+        (x,), weight, (offset, eps) = (*args, *kwargs.values()), local(self.weight), self.terms
+        wide = weight if weight.dtype == torch.float64 else weight.float()
+        out = sharded_rms_norm(x, offset + wide if offset else weight, eps, self.group)
+        if x.dtype == weight.dtype:
+            return out
+        return out.to(super().forward(x.detach().flatten(0, -2)[:1]).dtype)
+
+
 @torch.no_grad()
 def rms_norm_terms(module: nn.Module) -> tuple[float, float] | None:
     """Return (offset, eps) if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
@@ -126,7 +148,8 @@ def replicate_(
 ) -> None:
     """Make the module's own parameters DTensors that every rank holds whole. kind: its class, by default its own.
 
-    sharded: those whose first dimension is sharded instead.
+    sharded: those whose first dimension is sharded instead. A root-mean-square norm with a sharded weight is one over
+    the features of all ranks.
     """
     names = [name for name, _ in module.named_parameters(recurse=False)]
     layouts = {name: (0 if name in sharded else None, None) for name in names}
@@ -138,5 +161,6 @@ def replicate_(
     if kind is None:
         terms = rms_norm_terms(module)
         attributes |= {} if terms is None else {"terms": terms}
-        kind = combined_class(ReplicatedModule if terms is None else ReplicatedRMSNorm, type(module))
+        norm = ShardedRMSNorm if sharded else ReplicatedRMSNorm
+        kind = combined_class(ReplicatedModule if terms is None else norm, type(module))
     convert(module, kind, mesh, layouts, source, **attributes)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tpfuse.comm.layout import has_values
 from tpfuse.drop_in.outline import outline
-from tpfuse.drop_in.styles import is_conv1d
+from tpfuse.drop_in.styles import is_conv1d, is_linear
 
-LARGE = 2**20  # elements of a parameter that gets no values
+LARGE = 2**22  # elements of a parameter that gets no values: more than those of a router of 384 experts
 # The largest difference that counts as rounding, as a share of the largest value: models compute in float32 in places.
 _TOLERANCE = 1e-4
 
@@ -98,7 +98,7 @@ def width_of(module: nn.Module) -> int | None:
         if isinstance(module, kind):
             weight: Any = module.weight
             own = type(module).forward is not kind.forward and weight.numel() <= LARGE
-            return None if own else int(getattr(module, width))
+            return None if own and not is_linear(module) else int(getattr(module, width))
     return int(module.nf) if is_conv1d(module) else None  # type: ignore[arg-type]
 
 

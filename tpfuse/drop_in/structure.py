@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.drop_in.converted import Ranges
+from tpfuse.drop_in.experts import IMPLEMENTATIONS, ExpertShards, expert_shards
 from tpfuse.drop_in.proof import Proof
 from tpfuse.drop_in.sequence_hooks import SequenceLength
 from tpfuse.drop_in.styles import (
@@ -30,6 +31,7 @@ from tpfuse.drop_in.styles import (
     FusedRowwiseParallel,
     FusedSequenceParallel,
     ReplicatedParallel,
+    ShardedExpertsParallel,
     WholeSequences,
     features,
 )
@@ -40,20 +42,27 @@ _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "dense", "out_proj")),  # Llama, Mistral, Qwen, Gemma; Phi
     (("qkv_proj",), ("o_proj",)),  # Phi-3: all of q, then k, then v
     (("c_attn",), ("c_proj",)),  # GPT-2: all of q, then k, then v
-    (("query_key_value",), ("dense",)),  # GPT-NeoX: q, k, v head by head
+    (("query_key_value",), ("dense",)),  # GPT-NeoX, Falcon: the queries of a key head, then k and v, head by head
+    (("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), ("o_proj",)),  # DeepSeek V3
+    (("q_proj", "kv_a_proj_with_mqa", "kv_b_proj"), ("o_proj",)),  # DeepSeek V2 Lite
 )
+# Of latent attention: the projections to what all heads share, and those from it to the heads.
+_TO_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+_FROM_LATENTS = ("q_b_proj", "kv_b_proj")
 _MLP = (
     (("gate_proj", "up_proj"), ("down_proj",)),  # Llama, Mistral, Qwen, Gemma
     (("gate_up_proj",), ("down_proj",)),  # Phi-3: all of gate, then up
+    (("up_proj",), ("down_proj",)),  # Apertus, Arcee, Nemotron
+    (("w1", "w3"), ("w2",)),  # LFM2
     (("c_fc",), ("c_proj",)),  # GPT-2
-    (("fc1",), ("fc2",)),  # Phi
+    (("fc_in",), ("fc_out",)),  # GPT-J
+    (("fc1",), ("fc2",)),  # Phi; Moshi: all of gate, then up
     (("dense_h_to_4h",), ("dense_4h_to_h",)),  # GPT-NeoX
 )
-LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "embedding_norm", "norm_f")
 TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _LENGTHS = ("position_ids",)  # arguments of attention whose last dimension is that of the whole sequence
 HEADS = ("lm_head", "embed_out")
-_OF_HEADS = ("sinks",)  # parameters of attention modules with an entry for each query head
 
 
 @dataclass
@@ -75,13 +84,20 @@ class Recognised:
 
 
 def _match(module: nn.Module, table: tuple[Any, ...]) -> tuple[tuple[str, ...], str] | None:
-    """Return (names of the projections in, name of the projection out) of a module; None if it does not match."""
+    """Return (paths of the projections in, path of the projection out) in a module; None if it does not match."""
     children = dict(module.named_children())
     for inner, outer in table:
         last = next((name for name in outer if name in children), None)
         if last is not None and all(name in children for name in inner):
-            return inner, last
+            return tuple(_linear_path(module, name) for name in inner), _linear_path(module, last)
     return None
+
+
+def _linear_path(module: nn.Module, name: str) -> str:
+    """Return the path of the linear layer that a child is, or that is all it holds, as in MoshiLinear."""
+    child = module.get_submodule(name)
+    held = [inner for inner, _ in child.named_children()]
+    return _linear_path(module, f"{name}.{held[0]}") if len(held) == 1 and not child._parameters else name
 
 
 def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognised:
@@ -172,9 +188,16 @@ def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, module in model.named_modules():
         for child, layers in module.named_children():
             if isinstance(layers, nn.ModuleList) and any(
-                _match(part, _ATTENTION) for layer in layers for part in layer.children()
+                _match(part, _ATTENTION) for layer in layers for _, part in _parts(layer)
             ):
                 yield name, module, child
+
+
+def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of a layer's children, and of what lists among them hold, as LongCat's two attentions."""
+    for name, child in layer.named_children():
+        listed = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
+        yield from ((_join(name, place), part) for place, part in listed)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -184,6 +207,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         assert isinstance(found, nn.ModuleList)
         return found
     raise ValueError(_nothing_found(model))
+
+
+def has_latents(model: nn.Module) -> bool:
+    """Return whether projections of attention in a model give what all heads share."""
+    return any(name.rpartition(".")[2] in _TO_LATENTS for name, _ in model.named_modules())
 
 
 def _nothing_found(model: nn.Module) -> str:
@@ -251,16 +279,18 @@ def _plan_last_norm(plan: Recognised, path: str, norm: nn.Module, length: Sequen
 
 def _plan_layer(name: str, layer: nn.Module, proof: Proof, length: SequenceLength | None) -> Recognised:
     plan, sequence_parallel = Recognised(), length is not None
-    for child, module in layer.named_children():
+    if sequence_parallel and any(True for _ in layer.parameters(recurse=False)):
+        plan.add(name, ReplicatedParallel(sum_gradients=True))  # of this rank's tokens
+    for child, module in _parts(layer):
         path, part = _join(name, child), Recognised()
         if type(module) is nn.Dropout and sequence_parallel:
             plan.add(path, FusedSequenceParallel(use_local_output=True))
         attention, mlp = _match(module, _ATTENTION), _match(module, _MLP)
         try:
             if attention is not None:
-                _plan_attention(part, path, module, *attention, proof.ranks, length)
+                _plan_attention(part, path, module, *attention, proof, length)
             elif mlp is not None:
-                _plan_mlp(part, path, module, *mlp, sequence_parallel)
+                _plan_mlp(part, path, module, *mlp, proof, sequence_parallel)
             if attention is not None or mlp is not None:
                 for dropout, inner in module.named_children():
                     if type(inner) is nn.Dropout and sequence_parallel:
@@ -276,7 +306,8 @@ def _plan_layer(name: str, layer: nn.Module, proof: Proof, length: SequenceLengt
             style = FusedSequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParallel()
             plan.add(path, style)
         else:
-            plan.kept.setdefault(path, f"{type(module).__name__} is no attention or MLP that tpfuse knows")
+            if not _plan_mixture(plan, path, module, proof):
+                plan.kept.setdefault(path, _unknown(module))
             plan.add(path, ReplicatedParallel())
             if sequence_parallel:
                 plan.add(path, WholeSequences(length_arguments=_LENGTHS, length=length))
@@ -300,18 +331,124 @@ def _input(
 
 
 def _plan_mlp(
-    plan: Recognised, path: str, module: nn.Module, inner: tuple[str, ...], outer: str, sequence_parallel: bool
+    plan: Recognised,
+    path: str,
+    module: nn.Module,
+    inner: tuple[str, ...],
+    outer: str,
+    proof: Proof,
+    sequence_parallel: bool,
 ) -> None:
-    for name in (*inner, outer):
-        _linear(module, name)
-    for name, parameter in module.named_parameters():
-        if name.partition(".")[0] not in (*inner, outer):
-            raise NotImplementedError(f"its {name} {list(parameter.shape)} is in none of its projections")
-    plan.add(path, _input(inner, sequence_parallel))
+    width, _ = _linear(module, outer)
     for name in inner:
-        style = FusedColwiseParallel(parts=2 if name == "gate_up_proj" else 1)
-        _plan_linear(plan, _join(path, name), module.get_submodule(name), style)
+        parts = max(1, _linear(module, name)[1] // width)  # matrices that are packed: gate and up
+        _plan_linear(plan, _join(path, name), module.get_submodule(name), FusedColwiseParallel(parts=parts))
     _plan_linear(plan, _join(path, outer), module.get_submodule(outer), _row_style(sequence_parallel))
+    more = _plan_others(plan, path, module, (*inner, outer), {width}, 1, proof)
+    plan.add(path, _input((*inner, *more), sequence_parallel))
+
+
+def _plan_others(
+    plan: Recognised,
+    path: str,
+    module: nn.Module,
+    projections: tuple[str, ...],
+    heads: set[int],
+    size: int,
+    proof: Proof,
+) -> list[str]:
+    """Add the styles of what a block has beside its projections. Return the linears of it that read the block's input.
+
+    heads: the numbers of heads that the ranks divide, of `size` features. A parameter with an entry for each of them,
+    or the weight of a norm over all their features, is sharded with them. The block's other own parameters are whole,
+    and the gradients of those in its modules are summed.
+
+    Raise NotImplementedError for a linear that gives no features of heads, such as a gate's, or reads something else
+    than the input or the features of heads.
+    """
+    own = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
+    if own:
+        plan.add(path, ReplicatedParallel(sharded=[name for name, shape in own.items() if {*shape[:1]} & heads]))
+    reading, planned, features_of_heads = list[str](), [*projections], {each * size for each in heads}
+    for name, part in module.named_modules():
+        if not name or any(f"{name}.".startswith(f"{each}.") for each in planned):
+            continue
+        shapes = {each: x.shape for each, x in part.named_parameters(recurse=False)}
+        if isinstance(_base(part), nn.Linear):
+            planned.append(name)
+            taken, given = _linear(module, name)
+            reads = proof.reads_input(path, name)
+            if all(given % each for each in heads) or not (reads or taken in features_of_heads):
+                raise NotImplementedError(f"{name} maps {taken} to {given} features: expected those of heads")
+            reading += [name] if reads else []
+            of_input = Replicate() if reads else Shard(-1)
+            _plan_linear(plan, _join(path, name), part, FusedColwiseParallel(input_layouts=of_input))
+        elif shapes:
+            lengths = {each: heads if len(shape) > 1 else features_of_heads for each, shape in shapes.items()}
+            sharded = [each for each, shape in shapes.items() if {*shape[:1]} & lengths[each]]
+            plan.add(_join(path, name), ReplicatedParallel(sum_gradients=not sharded, sharded=sharded))
+    return reading
+
+
+def _plan_mixture(plan: Recognised, path: str, module: nn.Module, proof: Proof) -> bool:
+    """Add the styles of the experts in a module, and of MLPs beside them. Return whether it has experts.
+
+    They take whole sequences and return them. Experts are a module with stacked weights, or a list of MLPs. What else
+    is in the module runs as it is on every rank, such as its router.
+    """
+    parts = dict(module.named_modules())
+    stacked = {name: ways for name, part in parts.items() if (ways := list(expert_shards(part)))}
+    lists = [name for name, part in parts.items() if isinstance(part, nn.ModuleList)]
+    mlps = {name: match for name, part in parts.items() if (match := _match(part, _MLP)) and name}
+    if not stacked and not any(name.rpartition(".")[0] in lists for name in mlps):
+        return False
+    for name in (*stacked, *mlps):
+        inner = _join(path, name)
+        try:
+            if name in stacked:
+                plan.add(inner, _experts_style(inner, parts[name], stacked[name], proof))
+                continue
+            part = Recognised()
+            _plan_mlp(part, inner, parts[name], *mlps[name], proof, False)
+            proof.block(inner, part.styles, False)
+            plan.join(part)
+        except NotImplementedError as reason:
+            plan.kept[inner] = str(reason)
+    for name, child in module.named_children():  # other than a router, which has one product
+        known = any(each == name or each.startswith(f"{name}.") for each in (*stacked, *mlps))
+        if not known and sum(isinstance(part, nn.Linear) for part in child.modules()) > 1:
+            plan.kept[_join(path, name)] = _unknown(child)
+    return True
+
+
+def _unknown(module: nn.Module) -> str:
+    return f"{type(module).__name__} is no attention or MLP that tpfuse knows"
+
+
+def _experts_style(path: str, experts: nn.Module, ways: list[ExpertShards], proof: Proof) -> ShardedExpertsParallel:
+    """Return the style of experts, of the first way that is proved. Raise NotImplementedError if none is."""
+    inner, ranks = ways[0].inner, proof.ranks
+    if path.endswith(".base_layer"):
+        raise NotImplementedError("its stacked weights have adapters: expected adapters of linear layers alone")
+    if inner % ranks:
+        raise NotImplementedError(
+            f"its {inner} inner features cannot be split among {ranks} ranks: expected a multiple, or tp"
+            f" {splits(inner, max(ranks, 8))}"
+        )
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if implementation not in IMPLEMENTATIONS:
+        raise NotImplementedError(
+            f"experts_implementation {implementation!r} was not tried: expected"
+            f" {', '.join(filter(None, IMPLEMENTATIONS))}"
+        )
+    reasons = []
+    for shards in ways:
+        try:
+            proof.experts(path, shards)
+            return ShardedExpertsParallel(shards)
+        except NotImplementedError as reason:
+            reasons.append(reason)
+    raise reasons[0]
 
 
 def _row_style(sequence_parallel: bool) -> FusedRowwiseParallel:
@@ -361,7 +498,7 @@ def _plan_linear(
         if kind not in ("lora_A", "lora_B") or not any(True for _ in child.parameters(recurse=False)):
             continue
         if isinstance(style, FusedColwiseParallel):
-            plan.add(part, ReplicatedParallel() if kind == "lora_A" else style)
+            plan.add(part, ReplicatedParallel(sum_gradients=not style.sum_input) if kind == "lora_A" else style)
         elif kind == "lora_A":
             plan.add(part, FusedRowwiseParallel(output_layouts=style.output_layouts[0]))
         else:
@@ -374,10 +511,10 @@ def _plan_attention(
     module: nn.Module,
     inner: tuple[str, ...],
     outer: str,
-    ranks: int,
+    proof: Proof,
     length: SequenceLength | None,
 ) -> None:
-    heads, shared, size = _heads(module, inner, outer)
+    (heads, shared, size), ranks = _heads(module, inner, outer), proof.ranks
     if heads % ranks:
         raise ValueError(
             f"{path}: {heads} heads cannot be divided among {ranks} ranks: expected tp {splits(heads, heads)}"
@@ -387,29 +524,54 @@ def _plan_attention(
     sharded, own_keys = shared % ranks == 0, len(served[0])
     of_rank = {
         "num_heads": local, "num_attention_heads": local, "split_size": local * size, "num_key_value_heads": own_keys,
-        "num_key_value_groups": heads // shared if sharded else local // own_keys,
+        "num_kv_heads": own_keys, "num_key_value_groups": heads // shared if sharded else local // own_keys,
     }  # fmt: skip
     attributes: dict[str, Any] = {name: value for name, value in of_rank.items() if hasattr(module, name)}
-    styles = dict.fromkeys(inner, FusedColwiseParallel())
     if inner == ("qkv_proj",):
         attributes["config"] = LocalHeads(module.config, num_attention_heads=local, num_key_value_heads=own_keys)
-    if inner == ("c_attn",) or (inner == ("qkv_proj",) and heads == shared):
-        styles = dict.fromkeys(inner, FusedColwiseParallel(parts=3))
-    elif inner == ("qkv_proj",):
-        ranges = [_packed_ranges(heads, shared, size, served[rank], rank, ranks) for rank in range(ranks)]
-        styles = dict.fromkeys(inner, FusedColwiseParallel(ranges=ranges))
-    elif len(inner) == 3 and not sharded:
-        rows = [tuple((head * size, (head + 1) * size) for head in each) for each in served]
-        styles |= dict.fromkeys(inner[1:], FusedColwiseParallel(ranges=rows))
-    for name, style in styles.items():
+    for name, style in _projection_styles(module, inner, heads, shared, size, served).items():
         _plan_linear(plan, _join(path, name), module.get_submodule(name), style)
     _plan_linear(plan, _join(path, outer), module.get_submodule(outer), _row_style(length is not None))
-    plan.add(path, _input(inner, length is not None, length, **attributes))
-    if any(True for _ in module.parameters(recurse=False)):
-        plan.add(path, ReplicatedParallel(sharded=_OF_HEADS))
-    for name, child in module.named_children():
-        if name not in (*inner, outer) and any(True for _ in child.parameters()):
-            plan.add(_join(path, name), ReplicatedParallel(sum_gradients=True))
+    if not sharded:
+        _check_undivided(module, (*inner, outer), shared, size, ranks)
+    divided = {heads, shared} if sharded else {heads}
+    gates = _plan_others(plan, path, module, (*inner, outer), divided, size, proof)
+    reading = (name for name in inner if name not in _FROM_LATENTS)
+    plan.add(path, _input((*reading, *gates), length is not None, length, **attributes))
+
+
+def _projection_styles(
+    module: nn.Module, inner: tuple[str, ...], heads: int, shared: int, size: int, served: Sequence[list[int]]
+) -> dict[str, FusedColwiseParallel]:
+    """Return the styles of an attention's projections in, by name. served: as `served_heads` returns, of each rank."""
+    ranks, styles = len(served), dict.fromkeys(inner, FusedColwiseParallel())
+    local, sharded = heads // ranks, shared % ranks == 0
+    if inner == ("c_attn",) or (inner == ("qkv_proj",) and heads == shared):
+        return dict.fromkeys(inner, FusedColwiseParallel(parts=3))
+    if inner == ("qkv_proj",):
+        ranges = [_packed_ranges(heads, shared, size, served[rank], rank, ranks) for rank in range(ranks)]
+        return dict.fromkeys(inner, FusedColwiseParallel(ranges=ranges))
+    if inner == ("query_key_value",) and not sharded:
+        ranges = [_grouped_ranges(heads // shared, size, served[rank], rank * local, local) for rank in range(ranks)]
+        return dict.fromkeys(inner, FusedColwiseParallel(ranges=ranges))
+    if len(inner) == 3 and not sharded:
+        rows = [tuple((head * size, (head + 1) * size) for head in each) for each in served]
+        styles |= dict.fromkeys(inner[1:], FusedColwiseParallel(ranges=rows))
+    for name in styles.keys() & {*_TO_LATENTS}:  # whole on every rank, whose heads give a part of the gradient
+        styles[name] = FusedColwiseParallel(ranges=[((0, _linear(module, name)[1]),)] * ranks)
+    return styles | dict.fromkeys(styles.keys() & {*_FROM_LATENTS}, FusedColwiseParallel(sum_input=False))
+
+
+def _check_undivided(module: nn.Module, projections: tuple[str, ...], shared: int, size: int, ranks: int) -> None:
+    """Raise NotImplementedError for a parameter beside the projections that key/value heads have, which ranks share."""
+    for name, parameter in module.named_parameters():
+        own = not any(name.startswith(f"{each}.") for each in projections)
+        entries = shared * size if "." in name and parameter.ndim < 2 else shared
+        if own and parameter.shape[:1] == (entries,):
+            raise NotImplementedError(
+                f"{name} {list(parameter.shape)} is of {shared} key/value heads, which {ranks} ranks do not divide:"
+                f" expected tp {splits(shared, shared)}"
+            )
 
 
 def _packed_ranges(heads: int, shared: int, size: int, served: list[int], rank: int, ranks: int) -> Ranges:
@@ -419,6 +581,18 @@ def _packed_ranges(heads: int, shared: int, size: int, served: list[int], rank: 
     keys = tuple(((heads + head) * size, (heads + head + 1) * size) for head in served)
     values = tuple((start + shared * size, stop + shared * size) for start, stop in keys)
     return (queries, *keys, *values)
+
+
+def _grouped_ranges(group: int, size: int, served: list[int], first: int, local: int) -> Ranges:
+    """Return the rows of this rank's heads in a weight that packs the queries of a key head, then that and its values.
+
+    group: the query heads of a key head. first, local: the first query head of this rank, and how many it has.
+    """
+    rows, run = list[tuple[int, int]](), local // len(served)
+    for query, head in zip(range(first, first + local, run), served, strict=True):
+        keys = (head + 1) * group + 2 * head
+        rows += [(query + 2 * head, query + 2 * head + run), (keys, keys + 2)]
+    return tuple((start * size, stop * size) for start, stop in rows)
 
 
 def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
@@ -440,33 +614,28 @@ def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
 
 
 def _heads(module: nn.Module, inner: tuple[str, ...], outer: str) -> tuple[int, int, int]:
-    """Return (query heads, key/value heads, head size) of an attention module.
+    """Return (query heads, key/value heads, head size) of an attention module. With latents the size is that of values.
 
-    Raise NotImplementedError if its sizes contradict each other, for norms over all heads together, and for parameters
-    that the plan cannot share among the heads.
+    Raise NotImplementedError if its sizes contradict each other. A projection of its own may give several features for
+    each of the queries': a gate beside them.
     """
-    size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    latents = any(name in _FROM_LATENTS for name in inner)
+    sizes = ("v_head_dim",) if latents else ("head_dim", "head_size")
+    size = next((getattr(module, each) for each in sizes if getattr(module, each, None)), None)
     if not isinstance(size, int):
-        raise NotImplementedError("it has no head_dim or head_size")
+        raise NotImplementedError(f"it has no {' or '.join(sizes)}")
     for name in (*inner, outer):
         _linear(module, name)
     heads = _linear(module, outer)[0] // size
     widths = [_linear(module, name)[1] // size for name in inner]
-    shared = widths[1] if len(inner) == 3 else (widths[0] - heads) // 2
-    if heads < 1 or shared < 1 or heads % shared or sum(widths) != heads + 2 * shared:
+    if latents:
+        shared, fits = heads, True
+    elif len(inner) == 3:
+        shared, fits = widths[1], heads > 0 and widths[0] % heads == 0 and widths[1] == widths[2]
+    else:
+        shared, fits = (widths[0] - heads) // 2, (widths[0] - heads) % 2 == 0
+    if not fits or heads < 1 or shared < 1 or heads % shared:
         raise NotImplementedError(f"{heads} query heads and {shared} key/value heads do not fit its projections")
-    for name, child in module.named_children():
-        for parameter in child.parameters() if name not in (*inner, outer) else ():
-            if parameter.numel() != size:
-                raise NotImplementedError(
-                    f"{name} has {parameter.numel()} parameters: expected {size}, those of a head"
-                )
-    for name, parameter in module.named_parameters(recurse=False):
-        if name not in _OF_HEADS or parameter.shape != (heads,):
-            raise NotImplementedError(
-                f"its own parameter {name} {list(parameter.shape)} is not known: expected {' or '.join(_OF_HEADS)}"
-                f" [{heads}], with an entry for each head"
-            )
     return heads, shared, size
 
 

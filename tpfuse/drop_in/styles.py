@@ -6,7 +6,8 @@
 | FusedRowwiseParallel    | nn.Linear, Conv1D, nn.Embedding (by rows)       | a sum inside the product             |
 | FusedSequenceParallel   | nn.LayerNorm, nn.RMSNorm, other norms, Dropout  | the parameters' gradients            |
 | FusedPrepareModuleInput | nothing: it prepares a module's input           | one gather for several products      |
-| ReplicatedParallel      | any module                                      | nothing, or its gradients            |
+| ReplicatedParallel      | any module                                      | nothing, its gradients, or squares   |
+| ShardedExpertsParallel  | experts whose weights are stacked               | the sum of the outputs               |
 | WholeSequences          | nothing: it gathers the input, splits the output| whole sequences                      |
 
 Each of the first four takes the arguments of torch's style whose name it extends, and means the same by them; torch's
@@ -21,6 +22,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -44,6 +47,8 @@ from tpfuse.drop_in.converted import (
     Ranges,
     combined_class,
 )
+from tpfuse.drop_in.experts import ExpertShards, ShardedExperts
+from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.replicated import replicate_
 from tpfuse.drop_in.sequence_hooks import PreparedInput, SequenceLength, SequenceShards, SplitOutput, hooked
 from tpfuse.layers.on_mesh import check_embedding, check_parameters
@@ -57,15 +62,37 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
+@torch.no_grad()
+def is_linear(module: nn.Module) -> bool:
+    """Return whether `module` is an nn.Linear, or of a class of its own whose forward computes the same.
+
+    Such a forward is tried with a small weight, in training and in evaluation.
+    """
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    trial: Any = outline(module, {})
+    weight, x = (
+        torch.linspace(-300, 200, 6, dtype=torch.float64, device="cpu").view(shape) for shape in ((2, 3), (1, 2, 3))
+    )
+    bias = None if module.bias is None else x[0, :, 0]
+    trial._parameters.update(weight=nn.Parameter(weight), bias=None if bias is None else nn.Parameter(bias))
+    try:
+        found = [type(module).forward(trial.train(mode), x) for mode in (True, False)]
+        return all(torch.allclose(each, F.linear(x, weight, bias), rtol=1e-12) for each in found)
+    except Exception:  # a forward with other arguments, or one that needs more than these attributes
+        return False
+
+
 def features(module: nn.Module) -> tuple[int, int]:
-    """Return (in_features, out_features) of an nn.Linear or Conv1D. Raise ValueError for any other module.
+    """Return (in_features, out_features) of a linear layer or Conv1D. Raise ValueError for any other module.
 
     One with other parameters than weight and bias, from which hooks compute these, is another module too.
     """
-    if type(module) is nn.Linear or is_conv1d(module):
+    linear = is_linear(module)
+    if linear or is_conv1d(module):
         check_parameters("it", module)
-    if type(module) is nn.Linear:
-        return module.in_features, module.out_features
+    if linear:
+        return cast(nn.Linear, module).in_features, cast(nn.Linear, module).out_features
     if is_conv1d(module):
         rows, columns = cast(Tensor, module.weight).shape
         return int(rows), int(columns)
@@ -110,17 +137,23 @@ class FusedColwiseParallel(ColwiseParallel):
     input_layouts: Replicate() (default), or Shard(d): the input is this rank's shard along dimension d. output_layouts:
     Shard(-1) (default) or Replicate(). use_local_output: return a plain tensor. parts: the number of matrices of equal
     height that are packed in the weight one after another, each of which is sharded by itself. ranges: of the rows
-    [start, stop) that each rank uses, if the weight must stay whole on every rank; one entry for each rank.
+    [start, stop) that each rank uses, if the weight must stay whole on every rank; one entry for each rank. sum_input:
+    sum the ranks' parts of the gradient of a whole input; without it what computed the input sums those of its own.
 
     With output_layouts=Replicate() the ranks need not divide the features, unless the weight is packed: the last ranks
     have fewer. A rank's own features, Shard(-1), must be equally many on all ranks, as what follows takes them to be.
     """
 
     def __init__(
-        self, *, parts: int = 1, ranges: Sequence[Ranges] | None = None, **torchs: Placement | bool | None
+        self,
+        *,
+        parts: int = 1,
+        ranges: Sequence[Ranges] | None = None,
+        sum_input: bool = True,
+        **torchs: Placement | bool | None,
     ) -> None:
         super().__init__(**cast(Any, torchs))
-        self.parts, self.ranges = parts, ranges
+        self.parts, self.ranges, self.sum_input = parts, ranges, sum_input
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         _, height = features(module)
@@ -143,7 +176,7 @@ class FusedColwiseParallel(ColwiseParallel):
         """Return whether torch's own style serves: for embeddings, and for layouts that tpfuse has no product for."""
         layouts = self.input_layouts[0], self.output_layouts[0]
         fused = isinstance(layouts[0], Replicate | Shard) and layouts[1] in (Replicate(), Shard(-1))
-        plain = type(module) is nn.Linear and self.parts == 1 and self.ranges is None
+        plain = is_linear(module) and self.parts == 1 and self.ranges is None
         return isinstance(module, nn.Embedding) or (plain and not fused)
 
     @_named
@@ -170,7 +203,7 @@ class FusedColwiseParallel(ColwiseParallel):
             gather_output=isinstance(self.output_layouts[0], Replicate),
             sequence_parallel=input_dim is not None, input_dim=input_dim,
             ranges=None if self.ranges is None else tuple(self.ranges[device_mesh.get_local_rank()]),
-            transposed=transposed, use_local_output=self.use_local_output, offered=None,
+            transposed=transposed, use_local_output=self.use_local_output, sum_input=self.sum_input, offered=None,
         )  # fmt: skip
         return module
 
@@ -277,7 +310,8 @@ class ReplicatedParallel(ParallelStyle):
 
     sum_gradients: each rank computes a part of the parameters' gradients (for its heads, for instance), and the parts
     are summed; otherwise all ranks compute the same gradients. sharded: the names of its own parameters that have an
-    entry for each head, of which a rank holds and computes with those of its heads.
+    entry for each head, or feature, of which a rank holds and computes with those of its heads. A root-mean-square norm
+    whose weight is sharded sums the squares of its input's features over the ranks.
     """
 
     def __init__(self, *, sum_gradients: bool = False, sharded: Sequence[str] = ()) -> None:
@@ -294,6 +328,24 @@ class ReplicatedParallel(ParallelStyle):
                     " multiple of them"
                 )
         replicate_(module, device_mesh, self.sum_gradients, self.src_data_rank, sharded=self.sharded)
+        return module
+
+
+class ShardedExpertsParallel(ParallelStyle):
+    """Experts with stacked weights, of which every rank has a part of the inner features (`ShardedExperts`).
+
+    shards: how the weights are divided. The inputs and the output are whole on every rank.
+    """
+
+    def __init__(self, shards: ExpertShards) -> None:
+        self.shards = shards
+
+    @_named
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_floats(module)
+        layouts = {name: self.shards.layout(name, x.shape) for name, x in module.named_parameters()}
+        kind = combined_class(ShardedExperts, type(module))
+        convert(module, kind, device_mesh, layouts, self.src_data_rank, shards=self.shards)
         return module
 
 
@@ -329,10 +381,11 @@ class FusedPrepareModuleInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not (self.projections or self.attributes or self.length is not None):
             return super()._apply(module, device_mesh)
-        children = dict(module.named_children())
+        inside = {name for name, _ in module.named_modules()}
         for name in self.projections:
-            if name not in children:
-                raise ValueError(f"projection {name!r}: it has no such child, but {', '.join(children)}")
+            if name not in inside:
+                children = ", ".join(child for child, _ in module.named_children())
+                raise ValueError(f"projection {name!r}: it has no such child, but {children}")
         others = (*(self.input_layouts or ())[1:], *self.input_kwarg_layouts.values())
         if self.input_layouts is None or any(layout is not None for layout in others):
             raise ValueError("projections: expected the layouts of the first input alone, as input_layouts")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,16 +75,17 @@ class TriedBlock:
     of_heads: Part  # a rank's part of parameters with an entry for each head
     calls: Mapping[str, list[ModuleCall]]  # of all modules when the model ran
     others: Callable[[Tensor], Part] | None  # as in `Proof._prove`
+    ranks: int
     seeds: dict[str, Tensor] = field(default_factory=dict)
 
-    def prove(self, ranks: int, attributes: Mapping[str, Any]) -> None:
+    def prove(self, attributes: Mapping[str, Any]) -> None:
         """Raise NotImplementedError unless the ranks' tensors and gradients are those of the block as it is."""
         with apart():
             whole = self.run(None, {})
             largest = max((largest_value(x) for x in whole.gradients.values()), default=0.0)
             summed = [key for key, (_, part) in whole.entering.items() if part is not entire]
             totals = {key: torch.zeros_like(whole.gradients[key]) for key in summed}
-            for rank in range(ranks):
+            for rank in range(self.ranks):
                 run = self.run(rank, attributes)
                 missing = [key for key in (*whole.leaving, *whole.entering) if key not in {*run.leaving, *run.entering}]
                 if missing:
@@ -110,10 +111,10 @@ class TriedBlock:
             given = run.enter("its input", given, self.enters, rank)
         forwards = {name: partial(self._stand_in, run, given, rank, name) for name in self.known}
         args, kwargs = with_first_input(call.args, call.kwargs, given)
-        sharded = [name for style in self.styles.get(self.path, ()) for name in getattr(style, "sharded", ())]
-        own = {name: x for name, x in module._parameters.items() if name in sharded and x is not None}
-        parameters: dict[str, Any] = module._parameters
-        parameters.update({name: run.enter(name, x, self.of_heads, rank) for name, x in own.items()})
+        sharded = self._sharded()
+        for (owner, name), whole in sharded.items():
+            entered = run.enter(f"{owner}.{name}".removeprefix(f"{self.path}."), whole, self.of_heads, rank)
+            cast(Any, self.modules[owner]._parameters)[name] = entered
         before: dict[str, Any] = {}
         try:
             before |= {name: module.__dict__[name] for name in attributes}
@@ -128,7 +129,8 @@ class TriedBlock:
             where = "it cannot be tried" if rank is None else "it fails on a rank's part"
             raise NotImplementedError(f"{where}: {line_of(error)}") from None
         finally:
-            parameters.update(own)
+            for (owner, name), whole in sharded.items():
+                self.modules[owner]._parameters[name] = whole
             module.__dict__.update(before)
             for name in forwards:
                 self.modules[name].__dict__.pop("forward", None)
@@ -138,11 +140,21 @@ class TriedBlock:
                 run.leaving[f"tensor {index} of its output"] = x, self.others(x)
         for name, parameter in module.named_parameters(prefix=self.path):
             owned = any(name.startswith(f"{one}.") for one in self.known)
-            owned = owned or name.removeprefix(f"{self.path}.") in own
+            owned = owned or tuple(name.rpartition(".")[::2]) in sharded
             if parameter.requires_grad and parameter.is_contiguous() and not owned:  # others have no values
                 run.entering[name.removeprefix(f"{self.path}.")] = parameter, self.part_of(name)
         self._differentiate(run, rank)
         return run
+
+    def _sharded(self) -> dict[tuple[str, str], nn.Parameter]:
+        """Return the parameters that are sharded with the heads, of modules that are not known, by (module, name)."""
+        return {
+            (owner, name): x
+            for owner, styles in self.styles.items()
+            if not any(f"{owner}.".startswith(f"{one}.") for one in self.known)
+            for style in styles for name in getattr(style, "sharded", ())
+            if (x := self.modules[owner]._parameters.get(name)) is not None
+        }  # fmt: skip
 
     def part_of(self, parameter: str) -> Part:
         """Return what a rank computes of a parameter's gradient: all of it, or a part if a style sums the parts."""
@@ -153,7 +165,7 @@ class TriedBlock:
             isinstance(style, FusedSequenceParallel) or (isinstance(style, ReplicatedParallel) and style.sum_gradients)
             for style in self.styles.get(owner, ())
         )
-        return _summand if summed else entire
+        return summand if summed else entire
 
     def _stand_in(self, run: _Computed, given: Tensor, rank: int | None, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the known module `name` returned when the model ran, or a rank's part of it."""
@@ -166,6 +178,7 @@ class TriedBlock:
             raise NotImplementedError(f"{called} reads another input than that of the module")
         for index, other in enumerate((*args, *kwargs.values())):
             if isinstance(other, Tensor) and other is not x:  # a style prepares the first input alone
+                other = torch.view_as_real(other) if other.is_complex() else other
                 run.leaving[f"{again}argument {index} of {called}"] = other, entire
         calls = self.calls[name]
         out = calls[min(number, len(calls) - 1)].out
@@ -188,6 +201,9 @@ class TriedBlock:
                 key: torch.randn(x.shape, dtype=x.dtype, generator=generator) for key, (x, _) in leaving.items()
             }
         seeds = {key: _part(self.seeds[key], part, rank) for key, (_, part) in leaving.items() if key in self.seeds}
+        for key in seeds if rank is not None else ():
+            if leaving[key][1] is summand:
+                seeds[key] = seeds[key] / self.ranks
         for key, seed in seeds.items():
             agree_in_shape(key, leaving[key][0], seed)
         inputs = [x for x, _ in run.entering.values()]
@@ -210,8 +226,8 @@ def entire(x: Tensor, rank: int) -> Tensor:
     return x
 
 
-def _summand(x: Tensor, rank: int) -> Tensor:
-    """Return all of a parameter, of whose gradient a rank computes a part."""
+def summand(x: Tensor, rank: int) -> Tensor:
+    """Return all of a tensor, of whose gradient a rank computes a part."""
     return x
 
 

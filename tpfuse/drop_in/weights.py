@@ -35,7 +35,7 @@ from tpfuse.comm.stored_tensors import (
     unwrapped,
 )
 from tpfuse.drop_in.huggingface import without_ignored
-from tpfuse.drop_in.loaded_tensors import loaded_tensors
+from tpfuse.drop_in.loaded_tensors import MergedTensor, loaded_tensors
 from tpfuse.drop_in.structure import HEADS
 
 _P = ParamSpec("_P")
@@ -186,8 +186,9 @@ def read_shard(local: Tensor, slices: Slices, shape: Sequence[int], tensors: Seq
     Raise ValueError for tensors that differ, and for files that cannot be read.
     """
     for index, tensor in enumerate(tensors if local.numel() else ()):
+        values = tensor[...] if isinstance(tensor, MergedTensor) else tensor  # merged once for all pieces
         for target, ranges in file_pieces(local, slices, shape, tensor.shape):
-            part = tensor[tuple(slice(*bounds) for bounds in ranges)]
+            part = values[tuple(slice(*bounds) for bounds in ranges)]
             if index == 0:
                 target.copy_(part)
             elif not torch.equal(target, part.to(target)):

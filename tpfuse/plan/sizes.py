@@ -40,8 +40,8 @@ class ModelSizes:
     dropout: bool = False
     # The elements of a block's norms beside its two norms of `width` features, such as those of queries and keys.
     more_norms: int = 0
-    # The elements of the matrices that a block has in the place of an MLP, such as experts, of which each
-    # tensor-parallel rank has all; 0 if it has an MLP.
+    # The elements of the matrices that a block has in the place of an MLP, those of experts, of which each
+    # tensor-parallel rank has an equal part; 0 if it has an MLP.
     other_weights: int = 0
     # Whether the model is the GPT of `tpfuse.models`, whose loss never has all logits in memory.
     is_gpt: bool = False

@@ -212,7 +212,7 @@ def _block(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> Iterator[tupl
     if sizes.more_norms:
         yield norm[0][0], (sizes.more_norms,)
     if sizes.other_weights:
-        yield row, (sizes.other_weights,)
+        yield "sharded", (-(-sizes.other_weights // tp),)
         return
     for _ in range(1 + sizes.gated):
         yield from _linear(sizes, "sharded", (inner, width), (inner,))

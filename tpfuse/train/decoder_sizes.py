@@ -11,7 +11,7 @@ from torch import nn
 
 from tpfuse.drop_in.huggingface import causal_model, register
 from tpfuse.drop_in.kept_activations import kept_by_blocks
-from tpfuse.drop_in.structure import decoder_layers
+from tpfuse.drop_in.structure import decoder_layers, has_latents
 from tpfuse.drop_in.weights import empty_model
 from tpfuse.errors import UserError
 from tpfuse.plan.sizes import ModelSizes
@@ -34,6 +34,11 @@ def sizes_of_decoder(name: str, config: DecoderConfig, dtype: str) -> ModelSizes
     """
     model = config.empty(torch.float32)
     theirs: Any = model.config
+    if has_latents(model):
+        raise UserError(
+            f"{name}: the attention of {theirs.model_type} has latents, which each tensor-parallel rank computes whole:"
+            " tpfuse does not know the memory and times of such blocks"
+        )
     block, *following = ([tuple(each.shape) for each in module.parameters()] for module in decoder_layers(model))
     for number, other in enumerate(following, 1):
         if other != block:

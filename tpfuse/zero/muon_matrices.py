@@ -142,9 +142,14 @@ def _rows_of(model: nn.Module, path: str, module: nn.Module, weight: Tensor) -> 
     names = path.split(".")
     while len(names) > 1 and _ADAPTERS.fullmatch(names[-1]):
         names.pop()
-    if not _PACKED.search(names[-1]) or "lora_A" in path.split("."):  # the latter serves all packed matrices
-        return (((0, features_out),),)
     parent: Any = model.get_submodule(".".join(names[:-1]))
+    of_input = "lora_A" in path.split(".")  # it serves all packed matrices
+    second = getattr(parent, "fc2", None)
+    second = getattr(second, "base_layer", second)
+    if names[-1] == "fc1" and isinstance(second, nn.Linear) and features_out == 2 * second.in_features and not of_input:
+        return _equal(2, features_out)  # a gate and the first product, as in Moshi
+    if not _PACKED.search(names[-1]) or of_input:
+        return (((0, features_out),),)
     if names[-1] == "gate_up_proj" and features_out % 2 == 0:
         return _equal(2, features_out)
     size = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)

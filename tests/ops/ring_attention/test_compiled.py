@@ -17,6 +17,7 @@ from tpfuse.testing.ranks import on_ranks
 CASES = {
     "causal": Case(dtype=F32),
     "window": Case(window=5, kv_heads=1, dtype=BF16),
+    "sinks": Case(),
     "documents": Case(documents=(0, 11, 20, 35), causal=False, kv_heads=2),
 }
 SCHEDULES = {"auto": 1, "ring": 1, "all_gather": 1, "ulysses": 1, "ulysses_ring": 2}  # ranks that exchange heads
@@ -29,6 +30,7 @@ SCHEDULES = {"auto": 1, "ring": 1, "all_gather": 1, "ulysses": 1, "ulysses_ring"
         ("direct", (*SCHEDULES,), "documents", False),
         ("collective", ("auto",), "window", False),
         ("direct", ("ring", "ulysses"), "causal", True),
+        ("direct", ("ring", "ulysses"), "sinks", False),
     ),
 )
 @on_ranks(2)
@@ -39,6 +41,8 @@ def test_one_graph_computes_the_same_bits(
     for schedule in schedules:
         torch._dynamo.reset()
         case, way, more = CASES[mask], Way(schedule, ulysses=SCHEDULES[schedule]), {}
+        if mask == "sinks":
+            more = {"softcap": 2.0, "sinks": torch.ones(case.heads, requires_grad=True)}
         if dropout:
             rows = torch.arange(2 * case.heads).view(2, -1)
             more = {"dropout_p": 0.3, "head_rows": rows, "key": dropout_keys(torch.empty(0), 1, 2, 3)[0]}
@@ -60,7 +64,8 @@ def test_the_compiler_gets_the_shapes_dtypes_and_strides_of_the_results() -> Non
         out, lse = ring_attention(q, k, v, group=way.group, schedule=schedule, length=37, return_lse=True)  # type: ignore
         options = {"ring": way.group.group_name, "ulysses": None, "causal": True, "schedule": schedule}
         options |= {"balance": "zigzag", "length": 37, "window": None, "scale": None}
-        options |= {"dropout_p": 0.0, "dropout_width": None}
+        options |= {"dropout_p": 0.0, "dropout_width": None, "softcap": None}
+        others = torch.zeros(q.shape[1]), None, None, None
         tensors = (q, k, v) if op is operators[0] else (grad, q, k, v, out, lse)
         with naming((op, schedule)):
-            torch.library.opcheck(op, (*tensors, None, None, None), options, test_utils="test_faketensor")
+            torch.library.opcheck(op, (*tensors, *others), options, test_utils="test_faketensor")

@@ -48,6 +48,8 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"v": torch.ones(SHAPE).double()}, "v is torch.float64, q is torch.float32: expected one dtype"),
     ({"window": 0}, "window 0: expected at least 1, or None"),
     ({"scale": -1.0}, "scale -1.0: expected a positive number, or None for 1 / sqrt(D)"),
+    ({"softcap": 0.0}, "softcap 0.0: expected a positive number"),
+    ({"sinks": (3,)}, "sinks are torch.float32 (3,): expected floats, one for each of 4 heads"),
     ({"dropout_p": 1.0}, "dropout_p 1.0: expected 0 <= dropout_p < 1"),
     (DROPOUT, "head_rows is None: expected the number of each sequence and head, which dropout needs"),
     (

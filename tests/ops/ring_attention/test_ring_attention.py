@@ -164,6 +164,44 @@ def test_dropout_of_the_fused_ring() -> None:
     _check_dropout("fused", Way("ring"), replace(MASKS[4], dtype=F32, heads=4, kv_heads=1), 50)
 
 
+def _with_softcap_and_sinks(case: Case, softcap: float | None) -> tuple[Truth, Tensor, Tensor]:
+    """Return the truth by torch's softmax over the scores and a sink, the sinks, and their gradient."""
+    inputs, sinks = case.inputs(5), normal(5, case.heads, dtype=F64).requires_grad_()
+    q, k, v = (inputs[name].double().clone().requires_grad_() for name in ("q", "k", "v"))
+    keys, values = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
+    scores = q @ keys.mT / SIZE**0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    sink = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    scores = torch.cat([scores.masked_fill(case.hidden, -torch.inf), sink], -1)
+    out = (scores.softmax(-1)[..., :-1] @ values) * ~case.hidden.all(-1, keepdim=True)
+    lse = scores.logsumexp(-1).masked_fill(case.hidden.all(-1), -torch.inf)
+    out.backward(inputs["grad"].double())
+    whole = {"out": out.detach(), "lse": lse.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
+    assert sinks.grad is not None
+    bounds = dict.fromkeys(NAMES, 1e-12 if case.dtype == F64 else 1e-5)
+    return Truth(inputs, {name: x for name, x in whole.items() if x is not None}, bounds), sinks.detach(), sinks.grad
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "dtype", "stride"),
+    [(3, "direct", F64, 2), *exhaustive((4, "collective", F64, 1), (2, "direct", F64, 1), (2, "fused", F32, 5))],
+)
+@on_ranks("world")
+def test_softcaps_and_sinks(name: Implementation, dtype: torch.dtype, stride: int) -> None:
+    """Try every stride-th schedule; the fused kernels attend with sinks, and leave softcaps to blocks of torch."""
+    bound = 1e-12 if dtype == F64 else 1e-5
+    with use(implementation=name):
+        for i, way in list(enumerate(ways(dist.get_world_size())))[::stride]:
+            case = replace(MASKS[i % len(MASKS)], dtype=dtype, **heads_for(way, i % 2 == 1))
+            softcap = None if i % 3 == 2 or (name == "fused" and not i) else 1.5
+            truth, sinks, expected = _with_softcap_and_sinks(case, softcap)
+            own = sinks.clone().requires_grad_()
+            check(way, case, run(way, case, truth.inputs, softcap=softcap, sinks=own), truth)
+            assert own.grad is not None
+            dist.all_reduce(own.grad)
+            torch.testing.assert_close(own.grad, expected, rtol=bound, atol=bound)
+
+
 @on_ranks(2)
 def test_autocast_to_the_dtype_of_the_tensors_changes_nothing() -> None:
     rows, found = torch.arange(8).view(2, 4), []

@@ -18,6 +18,7 @@ class RingCall:
     """The options of one call of ring attention, which are the same on all its ranks except `rank`.
 
     cu_seqlens: [S + 1] int32 or None. head_rows, key, dropout_width: with dropout, as in `tpfuse.ops.attention`.
+    softcap, sinks: as in `ring_attention`; blocks know of no sinks, which are merged into the result of all.
     ring: whether blocks go from neighbour to neighbour, or from their owners to every rank.
     """
 
@@ -32,6 +33,8 @@ class RingCall:
     key: Tensor | None = None
     dropout_width: int = 0
     ring: bool = True
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def sources(self) -> list[int]:
@@ -47,6 +50,7 @@ class RingCall:
         runs, on_cpu = self.runs, k.device.type == "cpu"
         text = f"{op} {k.dtype} {q.shape[1]} heads {list(k.shape)} causal {self.causal} window {self.window}"
         text += f" scale {self.scale} ring {self.ring} runs {runs.world} x {runs.count}, {runs.step} of {runs.length}"
+        text += f" softcap {self.softcap} sinks {self.sinks is not None}"
         if self.cu_seqlens is not None:
             text += f" documents {zlib.crc32(repr(self._documents).encode()) if on_cpu else ''}"
         if self.key is not None and self.dropout_p:

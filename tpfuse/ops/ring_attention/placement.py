@@ -40,6 +40,8 @@ class RingOptions(TypedDict, total=False):
     head_rows: Tensor | None
     key: Tensor | None
     dropout_width: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
     if schedule == "auto":
         schedule = "ulysses_ring"
         if ulysses is None:
-            implementation = "direct" if world == 1 else _choice(q, ring).implementation
+            implementation = "direct" if world == 1 else _choice(q, ring, options).implementation
             schedule, _ = schedule_for(implementation, (batch, heads, n, size), k.shape[1], q.dtype, world)
     ring_rank, blocks_from = ring.rank(), ring if ring.size() > 1 else None
     if schedule == "ulysses":  # a ring of one rank, which has all tokens of some heads
@@ -88,28 +90,34 @@ def placement(q: Tensor, k: Tensor, group: Group, options: RingOptions) -> RingP
         )
     exchange = None
     if ulysses is not None:
-        choice = _choice(q, ulysses)
+        choice = _choice(q, ulysses, options)
         memory = choice.memory if choice.implementation == "direct" else None
         slices = _token_slices(layout, ring_rank * exchanging, exchanging)
         together = (ulysses,) if blocks_from is None else (ulysses, blocks_from)
         exchange = HeadExchange(slices, ulysses, memory, k.shape[1], together)
-    head_rows = options["head_rows"]
+    head_rows, sinks = options["head_rows"], options["sinks"]
     if head_rows is not None and exchange is not None:
         head_rows = head_rows[:, exchange.own(heads)]
+    if sinks is not None and exchange is not None:
+        sinks = sinks[exchange.own(heads)]
     call = RingCall(
         layout.runs, ring_rank, causal=options["causal"], window=options["window"],
         scale=q.shape[3] ** -0.5 if options["scale"] is None else options["scale"],
         cu_seqlens=options["cu_seqlens"], dropout_p=options["dropout_p"], head_rows=head_rows, key=options["key"],
         dropout_width=length if options["dropout_width"] is None else options["dropout_width"],
-        ring=schedule != "all_gather",
+        ring=schedule != "all_gather", softcap=options["softcap"], sinks=sinks,
     )  # fmt: skip
     if blocks_from is None:
         return RingPlan(LocalRing(), call, exchange)
-    return RingPlan(_IMPLEMENTATIONS.of(_choice(q, blocks_from), blocks_from), call, exchange)
+    return RingPlan(_IMPLEMENTATIONS.of(_choice(q, blocks_from, options), blocks_from), call, exchange)
 
 
-def _choice(q: Tensor, group: dist.ProcessGroup) -> Choice:
-    return choose_implementation(q.device, q.dtype, group)
+def _choice(q: Tensor, group: dist.ProcessGroup, options: RingOptions) -> Choice:
+    """Return the choice for the call: the kernels have no softcap, and leave it to the blocks of torch."""
+    choice = choose_implementation(q.device, q.dtype, group)
+    if choice.implementation != "fused" or options["softcap"] is None:
+        return choice
+    return choose_implementation(q.device, q.dtype, group, "direct")
 
 
 @functools.lru_cache(maxsize=64)

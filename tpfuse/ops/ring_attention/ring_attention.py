@@ -66,6 +66,8 @@ def ring_attention(
     head_rows: Tensor | None = None,
     key: Tensor | None = None,
     dropout_width: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, n] float32 (float64 for float64).
@@ -83,6 +85,11 @@ def ring_attention(
     dropout_width (default: length): as in `attention`; the mask is that of the whole sequence on one rank. For a query
     that sees no key, out is 0 and lse -inf. lse has no gradient.
 
+    softcap: scores become softcap * tanh(scores / softcap); the fused kernels leave such a call to the blocks of torch.
+    sinks: [H], of a float dtype: a logit of each head that joins the log-sum-exp of the scores of every query that sees
+    a key, lse included, and gives nothing to its output. On a rank their gradient is that of its queries, or (ulysses)
+    of the heads that it attends with: the sum over the ranks is the gradient of the whole sequence.
+
     Under torch.autocast, attention is computed in autocast's dtype. Raise ValueError before ranks communicate if
     arguments do not fit together, or do not fit the schedule, and say which ones do; Disagreement, a ValueError, when
     ranks meet if their shapes, dtypes or options differ; PeerTimeout if a rank does not come.
@@ -97,16 +104,23 @@ def ring_attention(
     # fmt: on
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"ring_attention: k has {k.shape[2]} tokens, q has {q.shape[2]}: expected the same number")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"ring_attention: softcap {softcap}: expected a positive number")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point):
+        raise ValueError(
+            f"ring_attention: sinks are {sinks.dtype} {tuple(sinks.shape)}: expected floats, one for each of"
+            f" {q.shape[1]} heads"
+        )
     _check_groups(group, schedule)
     options: RingOptions = {
         "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
         "cu_seqlens": cu_seqlens, "dropout_p": dropout_p, "head_rows": head_rows, "key": key,
-        "dropout_width": dropout_width,
+        "dropout_width": dropout_width, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     if is_traced(q):
         out, lse = attend_traced(q, k, v, group, options)
     else:
-        out, lse = attend(q, k, v, placement(q, k, group, options), with_lse=return_lse)
+        out, lse = attend(q, k, v, sinks, placement(q, k, group, options), with_lse=return_lse)
     return (out, lse) if return_lse else out
 
 

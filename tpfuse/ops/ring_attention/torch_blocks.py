@@ -8,8 +8,8 @@ On CPUs half types are computed in float32: nothing is rounded between blocks. O
 flash attention, which take half types alone: each block's result and gradients are rounded once, before they are added
 in float32, as in other rings of flash attention (TransformerEngine, torch's context parallelism). cuDNN's has no
 windows: what the edge of a window cuts is computed by flash attention, and all else by cuDNN. No operator has our
-dropout, and documents are known on the device alone: `chosen_operator` says when attention is computed by its
-definition, tile by tile, or by the kernels of `tpfuse.ops.ring_attention.triton_blocks`.
+dropout or a softcap, and documents are known on the device alone: `chosen_operator` says when attention is computed by
+its definition, tile by tile, or by the kernels of `tpfuse.ops.ring_attention.triton_blocks`.
 """
 
 import os
@@ -136,7 +136,7 @@ def chosen_operator(q: Tensor, call: RingCall) -> AttentionOperator | None:
     attention takes lengths on the device, but without a bound for them it starts as many programs for each document as
     for a whole rank, and its diagonals end at the last key of a document, which striped tokens and windows need not.
     """
-    if call.dropout_p or q.device.type not in ("cpu", "cuda"):
+    if call.dropout_p or call.softcap is not None or q.device.type not in ("cpu", "cuda"):
         return None
     if q.is_cpu:
         return CPU
@@ -245,7 +245,7 @@ class BlockBackward:
         grad, q, out, lse = (x[:, :, rows] for x in (self._grad, self._q, self._out, self._lse))
         k, v = k[:, :, rectangle.keys], v[:, :, rectangle.keys]
         if self._operator is None:
-            dq, dk, dv = _define_backward(grad, q, k, v, out, lse, _tiles(q, rectangle, source, call), call.scale)
+            dq, dk, dv = _define_backward(grad, q, k, v, out, lse, _tiles(q, rectangle, source, call), call)
         else:
             dq, dk, dv = self._operator.backward(grad, q, k, v, out, lse, rectangle, call.scale)
         if self._dq is None and dq.shape == self._q.shape:
@@ -323,7 +323,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = q[:, :, rectangle.rows], k[:, :, rectangle.keys], v[:, :, rectangle.keys]
     if operator is None:
-        parts = [_define(q, k, v, tile, call.scale) for tile in _tiles(q, rectangle, source, call)]
+        parts = [_define(q, k, v, tile, call) for tile in _tiles(q, rectangle, source, call)]
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
     return operator.forward(q, k, v, rectangle, call.scale)
 
@@ -358,33 +358,38 @@ def _tiles(q: Tensor, rectangle: Rectangle, source: int, call: RingCall) -> Iter
         yield _Tile(rows, None if mask is None else mask[rows].to(q.device), factors)
 
 
-def _define(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
+def _define(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, call: RingCall) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a tile's rows, by the definition."""
-    scores = _scores(q[:, :, tile.rows], k, tile.mask, scale)
+    scores = _scores(q[:, :, tile.rows], k, tile.mask, call)
     lse = scores.logsumexp(-1)
     finite_lse = lse.masked_fill(lse == _NO_ROWS, 0.0).unsqueeze(-1)
     return tile.dropped((scores - finite_lse).exp_()) @ _repeated(v, q), lse
 
 
 def _define_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Iterator[_Tile], scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Iterator[_Tile], call: RingCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), computed by the definition, tile by tile."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     groups = k.shape[0], k.shape[1], -1, *k.shape[2:]
     for tile in tiles:
         rows = tile.rows
-        p = (_scores(q[:, :, rows], k, tile.mask, scale) - lse[:, :, rows].unsqueeze(-1)).exp_()
+        scores = _scores(q[:, :, rows], k, tile.mask, call)
+        p = (scores - lse[:, :, rows].unsqueeze(-1)).exp_()
         dv += (tile.dropped(p).mT @ grad[:, :, rows]).view(groups).sum(2)
         delta = (grad[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
-        ds = p * (tile.dropped(grad[:, :, rows] @ _repeated(v, q).mT) - delta) * scale
+        ds = p * (tile.dropped(grad[:, :, rows] @ _repeated(v, q).mT) - delta) * call.scale
+        if call.softcap is not None:
+            ds *= 1 - (scores.clamp_(min=-call.softcap) / call.softcap).square_()  # masked scores are -inf
         dq[:, :, rows] = ds @ _repeated(k, q)
         dk += (ds.mT @ q[:, :, rows]).view(groups).sum(2)
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = (q @ _repeated(k, q).mT) * scale
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, call: RingCall) -> Tensor:
+    scores = (q @ _repeated(k, q).mT) * call.scale
+    if call.softcap is not None:
+        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
     return scores if mask is None else scores.masked_fill_(~mask, _NO_ROWS)
 
 

@@ -7,6 +7,7 @@ them.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import custom_op
 
@@ -16,11 +17,12 @@ from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.ring_attention.attend import backward, forward
 from tpfuse.ops.ring_attention.placement import Group, RingOptions, RingPlan, placement
 
-_TENSORS = ("cu_seqlens", "head_rows", "key")
+_TENSORS = ("sinks", "cu_seqlens", "head_rows", "key")
 # The arguments that both operators take after tensors of their own: those of `RingOptions`, and the groups' names.
 _OPTIONS = (
-    "Tensor? cu_seqlens, Tensor? head_rows, Tensor? key, *, str ring, str? ulysses, bool causal, str schedule, "
-    "str balance, SymInt? length, SymInt? window, float? scale, float dropout_p, SymInt? dropout_width"
+    "Tensor? sinks, Tensor? cu_seqlens, Tensor? head_rows, Tensor? key, *, str ring, str? ulysses, bool causal, "
+    "str schedule, str balance, SymInt? length, SymInt? window, float? scale, float dropout_p, SymInt? dropout_width, "
+    "float? softcap"
 )
 
 
@@ -28,7 +30,7 @@ def attend_traced(q: Tensor, k: Tensor, v: Tensor, group: Group, options: RingOp
     """Return (out, lse), out differentiable."""
     ring, ulysses = group if isinstance(group, tuple) else (group, None)
     names = {"ring": ring.group_name, "ulysses": None if ulysses is None else ulysses.group_name}
-    tensors = options["cu_seqlens"], options["head_rows"], options["key"]
+    tensors = options["sinks"], options["cu_seqlens"], options["head_rows"], options["key"]
     scalars: dict[str, Any] = {name: value for name, value in options.items() if name not in _TENSORS}
     out, lse = _forward(q, k, v, *tensors, **names, **scalars)
     return out, lse
@@ -58,23 +60,33 @@ def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) 
     "tpfuse::ring_attention_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *tensors: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = _plan(q, k, tensors, **options)
-    dq, dk, dv = map(_heads_inside, backward(grad_out, (q, k, v, out, lse), plan, exchanged=False))
+    *gradients, dsinks = backward(grad_out, (q, k, v, out, lse), plan, exchanged=False)
+    dq, dk, dv = map(_heads_inside, gradients)
     if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():
         dv = dv.clone()  # results of an operator share no memory
-    return dq, dk, dv
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 @_backward.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(q), _empty_like(k), _empty_like(v)
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return _empty_like(q), _empty_like(k), _empty_like(v), dsinks
 
 
 def _heads_inside(x: Tensor) -> Tensor:
@@ -98,7 +110,8 @@ def _save(
 @once_differentiable
 def _gradients(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, *tensors, out, lse = ctx.saved_tensors
-    return *_backward(grad_out, q, k, v, out, lse, *tensors, **ctx.options), None, None, None
+    *gradients, dsinks = _backward(grad_out, q, k, v, out, lse, *tensors, **ctx.options)
+    return *gradients, None if tensors[0] is None else dsinks, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -95,9 +95,9 @@ def by_kernels(q: Tensor, call: RingCall) -> bool:
     """Return whether the kernels compute: with `kernels auto` only where torch has no operator.
 
     The reason is that of `tpfuse.ops.attention.chosen_attention`, whose measurements are those of others; in a ring the
-    same shapes occur in every call, also without gradients. Not measured here yet.
+    same shapes occur in every call, also without gradients. Not measured here yet. The kernels have no softcap.
     """
-    return use_triton(q) and (chosen_kernels() == "triton" or chosen_operator(q, call) is None)
+    return use_triton(q) and call.softcap is None and (chosen_kernels() == "triton" or chosen_operator(q, call) is None)
 
 
 def explained_blocks(q: Tensor) -> str:
