@@ -27,9 +27,9 @@ def test_every_family_of_transformers_is_exact_left_alone_or_refused_in_one_line
     [
         ("lfm2", "Lfm2ForCausalLM cannot be sharded .* meet outside of attention.*without cp"),
         ("llama4_text", "its attention mask is neither causal nor a sliding window"),
-        ("mimo_v2_flash", "its queries, keys and values are .*expected heads of one size"),
+        ("deepseek_v4", "compressor of DeepseekV4Attention is no projection or norm"),
     ],
-    ids=["convolutions", "chunked masks", "heads of two sizes"],
+    ids=["convolutions", "chunked masks", "tokens that are compressed"],
 )
 def test_a_context_is_refused_to_families_that_attend_in_other_ways(family: str, message: str) -> None:
     register()

@@ -120,7 +120,7 @@ GRADIENTS, REDUCED = {"gradient_dtype": "parameter"}, {"reduce_dtype": "paramete
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        (2, GRADIENTS | REDUCED),
+        (2, GRADIENTS | REDUCED | {"accumulate": "whole"}),
         *exhaustive((1, REDUCED), (0, GRADIENTS)),
     ],
     ids=str,
