@@ -1,6 +1,7 @@
 """This rank's part of a parameter, for forward, and for engines that keep gradients in buffers of their own."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,14 +106,20 @@ def offer_leaf(parameter: DTensor) -> Tensor:
     return leaf
 
 
-def offer_head(parameter: Tensor) -> Tensor:
-    """Make `head_of` of a layer with the parameter a leaf of its own, and return it; the caller collects its gradient.
+def offer_head(parameter: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Make `head_of` of a layer with the parameter a leaf of its own, whose gradient a backward pass gives to `take`.
 
     An engine that sums the gradients of the two uses of a tied embedding apart (`tpfuse.comm.sum_order`) needs this.
     """
+
+    def given(leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        take(gradient)
+
     leaf = local_tensor(parameter).detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(given)  # type: ignore[no-untyped-call]
     parameter.head_leaf = Borrowed(leaf, None)  # type: ignore[attr-defined]
-    return leaf
 
 
 def head_of(layer: Any) -> Any:

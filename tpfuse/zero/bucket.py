@@ -157,11 +157,13 @@ class Bucket:
         """
         for sums in self._sums:
             sums.close()
-        keeps = self.reducer.keeps_gradients
+        wholes, keeps = self.accumulated or [self._filled_buffer()], self.reducer.keeps_gradients
         if keeps:
-            for apart in self.accumulated[1:]:
-                self.accumulated[0].add_(apart)
-        for whole in self.accumulated[:1] if keeps else self.accumulated or [self._filled_buffer()]:
+            first, *others = wholes
+            for other in others:
+                first.add_(other)
+            wholes = [first]
+        for whole in wholes:
             buffer = self._requested_buffer()
             if whole is not buffer:
                 buffer.copy_(whole)

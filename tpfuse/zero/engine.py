@@ -66,8 +66,13 @@ class Engine(ABC):
     _places: Mapping[str, GradientPlace]  # of the trained parameters, by name
     _advice = ""  # what the user should do after a change of the model; the end of an error message
 
-    def __init__(self, model: nn.Module, virtual: VirtualRanks) -> None:
+    def __init__(self, model: nn.Module, virtual: VirtualRanks, uses: Mapping[str, int]) -> None:
         self.model, self.virtual = model, virtual
+        ordered = virtual.number > 0
+        self.reasons = [f"one order of sums for {virtual.number} virtual ranks, of whole gradients"] * ordered
+        # The parameters with two uses in a pass, as embedding and as head, whose gradients are summed apart, because
+        # they are where the first and the last stage of a pipeline have one each.
+        self._twice = {name for name, count in uses.items() if count == 2 and ordered}
         self.state = StepState.IDLE
         self._micro_batch = 0  # the number of the current one in its step; in a pipeline that of the current pass
 

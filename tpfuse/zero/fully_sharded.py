@@ -107,12 +107,11 @@ class FullySharded(Engine):
         offload: str | PathLike[str] = "none",
         virtual: VirtualRanks = REAL_RANKS,
     ) -> None:
-        super().__init__(model, virtual)
+        super().__init__(model, virtual, uses or {})
         self.accumulate: Accumulate = "whole" if virtual.number else accumulate
         self.stage, self.offload, self.matrices = 3, offload, matrices
         place = "shards in the host's memory" if offload == "host" else f"parameters in {offload}"
-        self.reasons = ["fully_shard", *([] if offload == "none" else [place])]
-        self._twice = {name for name, count in (uses or {}).items() if count == 2 and virtual.number}
+        self.reasons += ["fully_shard", *([] if offload == "none" else [place])]
         self._store: StateStore | None = None  # the file of the shards
         self.traffic = Traffic()
         self.world_group, self.stage_group, self._ends = groups.world, groups.stage, groups.ends
@@ -156,7 +155,6 @@ class FullySharded(Engine):
             return None
         if inner > 1 and replicas > 1:
             raise ValueError("virtual_ranks: context-parallel ranks and replicas have no common order of sums")
-        self.reasons.append(f"one order of sums for {self.virtual.number} virtual ranks, of whole gradients")
         return partial(sum_leaves, tree_order(self._shards.size(), groups.dp // replicas, inner))
 
     def _await_step(self) -> None:
@@ -212,8 +210,7 @@ class FullySharded(Engine):
         module.unshard()
         unit.gathered = {name: self.model.get_parameter(name) for name in unit.shards}
         for name in () if self._pipelined else self._twice.intersection(unit.trained):
-            of_head = partial(self._take_of_head, unit, name)
-            offer_head(unit.gathered[name]).register_post_accumulate_grad_hook(of_head)  # type: ignore[no-untyped-call]
+            offer_head(unit.gathered[name], partial(self._take_of_head, unit, name))
         module.reshard()
         internals.around_gather(module, partial(self._gather, unit))
         internals.around_reduce(module, partial(self._reduce, unit))
@@ -270,9 +267,7 @@ class FullySharded(Engine):
             internals.set_whole_gradients(unit.module, {unit.shards[name]: sums.get(name) for name in unit.shards})
             del self._wholes[unit]
 
-    def _take_of_head(self, unit: Unit, name: str, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+    def _take_of_head(self, unit: Unit, name: str, gradient: Tensor) -> None:
         self._whole_gradients(unit).take_of_head(name, gradient, self.virtual.of_micro_batch(self._micro_batch))
 
     def _reduce_heads(self) -> None:

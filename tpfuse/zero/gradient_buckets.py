@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.choices import Accumulate, GradientDtype
-from tpfuse.comm.layout import is_sharded, local_tensor, model_device
+from tpfuse.comm.layout import is_sharded, model_device
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.sum_order import REAL_RANKS, VirtualRanks
 from tpfuse.comm.traffic import Traffic
@@ -50,6 +50,7 @@ from tpfuse.zero.parameter_takeover import (
     check_own_sums,
     in_backward,
     in_nested_backward,
+    local_gradient,
     move_,
     take_context_sums,
     take_partial_gradients,
@@ -125,7 +126,7 @@ class GradientBuckets(Engine):
         matrices: Sequence[HiddenMatrix] = (),
         virtual: VirtualRanks = REAL_RANKS,
     ) -> None:
-        super().__init__(model, virtual)
+        super().__init__(model, virtual, uses or {})
         self.stage, self.stage_group, self.matrices = stage, groups.stage, matrices
         self.data_ranks = rank_and_size(groups.data)[1] // take_context_sums(model, groups.data)
         self.compression, self.world_group = compression, groups.world
@@ -133,9 +134,6 @@ class GradientBuckets(Engine):
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
         self.accumulate = accumulate if stage == 2 and compression is None and not virtual.number else "whole"
         self._uses = uses or {}
-        # The parameters with two uses in a pass, as embedding and as head, whose gradients are summed apart, because
-        # they are where the first and the last stage of a pipeline have one each.
-        self._twice = {name for name, count in self._uses.items() if count == 2 and virtual.number}
         self._pipelined, self._last_stage = pipelined, False
         self._turns: list[Bucket] = []  # the buckets whose next reductions have not begun, in order
         self._passes = _Passes.WAITING
@@ -159,11 +157,8 @@ class GradientBuckets(Engine):
             {matrix.name for matrix in matrices},
             self._twice,
         )
-        self.reasons: list[str] = []
         if stage == 2 and accumulate != self.accumulate:
             self.reasons.append("gradients accumulate whole, since compression is that of a step's sum")
-        if virtual.number:
-            self.reasons.append(f"one order of sums for {virtual.number} virtual ranks, of whole gradients")
         self.buckets = self._open(layouts, group_of, groups.dp)
         sharded = self.accumulate == "sharded"
         self._in_passes = [bucket for bucket in self.buckets if not sharded or bucket.shards_gradients]
@@ -229,15 +224,9 @@ class GradientBuckets(Engine):
             if isinstance(parameter, DTensor):
                 offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
             if segment.name in self._twice and not self._pipelined:
-                of_head = partial(self._take_of_head, bucket, index)
-                offer_head(parameter).register_post_accumulate_grad_hook(of_head)  # type: ignore[no-untyped-call]
+                offer_head(parameter, partial(self._take, bucket, index, 1))
 
-    def _take_of_head(self, bucket: Bucket, index: int, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
-        self._take(bucket, index, gradient, 1)
-
-    def _take(self, bucket: Bucket, index: int, gradient: Tensor, use: int) -> None:
+    def _take(self, bucket: Bucket, index: int, use: int, gradient: Tensor) -> None:
         """Take a gradient of the bucket's segment `index`, which has arrived. use: of its parameter."""
         name = bucket.layout.segments[index].name
         if gradient.layout is not torch.strided:
@@ -461,11 +450,9 @@ class _Taking:
         leaf.grad = None if added is None else place.placeholder
         if in_backward() and self.buckets.accumulating:  # a pass adds to the placeholder, if that is still there
             place.check(self.bucket.layout.segments[self.index].name)
-        if isinstance(leaf, DTensor) and isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
-            gradient = gradient.redistribute(placements=leaf.placements)  # as of torch's SequenceParallel: partial sums
         buckets, segment = self.buckets, self.bucket.layout.segments[self.index]
         use = int(buckets._last_stage and segment.name in buckets._twice)
-        buckets._take(self.bucket, self.index, local_tensor(gradient), use)
+        buckets._take(self.bucket, self.index, use, local_gradient(gradient, leaf))
 
 
 def _check_tied(tied: Iterable[str], trained: Mapping[str, Parameter]) -> None:

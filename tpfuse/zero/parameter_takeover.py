@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack
 
-from tpfuse.comm.layout import from_local, is_sharded
+from tpfuse.comm.layout import from_local, is_sharded, local_tensor
 from tpfuse.layers.local_parameter import Borrowed
 
 _CONTEXTS = ("sum_over_context", "mean_over_context")  # attributes of modules (`take_context_sums`)
@@ -110,6 +110,13 @@ def move_(parameter: Parameter, storage: Tensor) -> None:
     assert isinstance(moved, DTensor)
     parameter.data = moved  # torch.compile requires that the outer tensor's offset and strides equal the local one's
     parameter._local_tensor, parameter._spec = moved._local_tensor, moved._spec
+
+
+def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient, placed as its parameter is (torch's SequenceParallel leaves sums)."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_tensor(gradient)
 
 
 def location(parameter: Tensor) -> tuple[torch.dtype, int]:

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.sum_order import TreeSums, VirtualRanks, summed_dtype
+from tpfuse.zero.parameter_takeover import local_gradient
 from tpfuse.zero.sharded_units import Unit
 
 
@@ -24,19 +24,17 @@ class WholeGradients:
         self._index = {place: index for index, place in enumerate(places)}
         like = [gathered[name] for name, _ in places]
         self._wholes = [torch.zeros_like(x, dtype=summed_dtype(x.dtype)) for x in like]
-        depths = [[torch.zeros_like(local_tensor(x)) for x in self._wholes] for _ in range(virtual.here.bit_length())]
-        depths[0] = [local_tensor(x) for x in self._wholes]
-        self._sums = TreeSums(depths, virtual.here)
+        first = [local_tensor(x) for x in self._wholes]
+        deeper = [[torch.zeros_like(x) for x in first] for _ in range(virtual.here.bit_length() - 1)]
+        self._sums = TreeSums([first, *deeper], virtual.here)
 
     def take(self, leaf: int, *, as_head: bool) -> None:
         """Take the gradients that a pass has left in `.grad`. as_head: whether its stage is the last of a pipeline."""
         for name, parameter in self._gathered.items():
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                continue
-            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-                gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-            self._sums.add(self._index[name, int(as_head and name in self._twice)], local_tensor(gradient), leaf)
+            if gradient is not None:
+                use = int(as_head and name in self._twice)
+                self._sums.add(self._index[name, use], local_gradient(gradient, parameter), leaf)
 
     def take_of_head(self, name: str, gradient: Tensor, leaf: int) -> None:
         """Take the gradient of a parameter's use as head."""
