@@ -27,10 +27,10 @@ from tpfuse.testing.ranks import on_ranks, pool
 # left alone and view what they get in another shape; parameters of attention that have an entry for each head; experts
 # that pack gate and up one after the other, alternately with biases, and beside shared ones; embeddings of another name
 # with the weight of the head; norms over sharded features; activations with parameters; gates; latents that all heads
-# share. (Other tests have Llama's, with separate projections.)
+# share; linear attention and state spaces. (Other tests have Llama's, with separate projections.)
 STRUCTURES = [
     "gpt2", "phi3_shared", "neox", "mixtral", "gpt_oss", "qwen2_moe", "falcon", "bitnet", "apertus", "afmoe",
-    "minicpm3",
+    "minicpm3", "qwen3_5", "falcon_h1",
 ]  # fmt: skip
 
 
@@ -205,9 +205,14 @@ class _OwnRMSNorm(nn.Module):
 
 def test_norms_are_recognised_by_what_they_compute() -> None:
     terms = {name: rms_norm_terms(decoder(name).model.norm) for name in ("llama", "qwen3", "gemma")}
-    assert terms == {"llama": (0.0, 1e-6), "qwen3": (0.0, 1e-6), "gemma": (1.0, 1e-6)}
+    assert terms == {"llama": (0.0, 1e-6, ""), "qwen3": (0.0, 1e-6, ""), "gemma": (1.0, 1e-6, "")}
+    gated = [
+        decoder("nemotron_h").model.layers[0].mixer.norm,
+        decoder("olmo_hybrid").model.layers[0].linear_attn.o_norm,
+    ]
+    assert [rms_norm_terms(norm) for norm in gated] == [(0.0, 1e-5, "input"), (0.0, 1e-5, "output")]
     own = [rms_norm_terms(_OwnRMSNorm(*numbers)) for numbers in ((1.0, 8), (2.0, 16), (1.0, 16))]
-    assert own == [None, None, (0.0, 1e-6)] and rms_norm_terms(nn.LayerNorm(8)) is None
+    assert own == [None, None, (0.0, 1e-6, "")] and rms_norm_terms(nn.LayerNorm(8)) is None
 
 
 @on_ranks(2)

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from functools import partialmethod
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,6 +17,10 @@ _PHI = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _BIGCODE = {"attn_pdrop": 0.0, **_PHI}
 _STABLELM = {"qk_layernorm": True, "partial_rotary_factor": 0.5, "attention_dropout": 0.0}
 _LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_DELTA = {
+    "linear_num_value_heads": 12, "linear_num_key_heads": 12, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
+}  # fmt: skip
+_HYBRID = ["linear_attention", "full_attention"]
 _NEOX = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 # By name: the class of the model, the class of its configuration, and the settings that differ from SIZES.
@@ -90,8 +95,27 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3NextForCausalLM", "Qwen3NextConfig",
-        {"num_key_value_heads": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2, "mlp_only_layers": [0, 1]},
+        {"num_key_value_heads": 4, "head_dim": 8, "layer_types": _HYBRID, "mlp_only_layers": [0, 1], **_DELTA},
     ),
+    # Linear attention with fewer queries than values; state spaces with a norm of groups of heads, and with one of all
+    # heads; short convolutions.
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM", "Qwen3_5TextConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "layer_types": _HYBRID, **_DELTA, "linear_num_key_heads": 4},
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {"layer_types": _HYBRID, **_DELTA}),
+    "falcon_h1": (
+        "FalconH1ForCausalLM", "FalconH1Config",
+        {"num_key_value_heads": 4, "mamba_d_ssm": 48, "mamba_n_heads": 24, "mamba_d_head": 2, "mamba_d_state": 4,
+         "mamba_n_groups": 12, "mamba_rms_norm": True, "mamba_chunk_size": 8,
+         "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 3.0]},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM", "NemotronHConfig",
+        {"num_key_value_heads": 4, "head_dim": 4, "layers_block_type": ["mamba", "attention", "mlp"],
+         "mamba_num_heads": 12, "mamba_head_dim": 4, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
+    ),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {"num_key_value_heads": 4, "layer_types": ["conv", "full_attention"]}),
     "moshi": ("MoshiForCausalLM", "MoshiConfig", {"num_key_value_heads": 4, "head_dim": 8, "ffn_dim": 96}),
     # Two attentions and MLPs in lists of each layer, beside experts.
     "longcat": (
@@ -127,27 +151,28 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) ->
 
 @contextlib.contextmanager
 def exact(*models: nn.Module) -> Iterator[None]:
-    """Let these models' RMS norms, losses, routers and softmax of eager attention compute in the dtype of their input.
+    """Let these models compute in float64 where their code goes to float32: norms, losses, routers, softmax, states.
 
     The families' own compute in float32, whose reciprocal square root differs by one unit in the last place between
     vector and scalar code, so with the shape. Float64 results of shards and of the whole would differ by that; and the
     least number of float64, which masks a score, is -inf in float32 and makes rows NaN in which all is masked.
     """
-    kinds = {type(module).__mro__ for model in models for module in model.modules()}
-    norms = {kind for kinds_of_one in kinds for kind in kinds_of_one if kind.__name__.endswith("RMSNorm")}
     with contextlib.ExitStack() as stack:
-        for kind in norms:
-            if kind.__module__.startswith("transformers."):
-                stack.enter_context(mock.patch.object(kind, "forward", _exact_norm(cast(Any, kind).forward)))
         stack.enter_context(mock.patch.object(nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)))
         stack.enter_context(mock.patch.object(Tensor, "float", _exact_float))
+        stack.enter_context(mock.patch.object(Tensor, "to", partialmethod(_exact_to, Tensor.to)))
         for model in models:
             stack.enter_context(mock.patch.object(model, "_loss_function", exact_loss, create=True))
         yield
 
 
 def _exact_float(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.to(torch.float32)
+    return x.to(torch.float32)
+
+
+def _exact_to(x: Tensor, own: Any, *args: Any, **options: Any) -> Tensor:
+    narrower = torch.float32 in (*args[:1], options.get("dtype")) and x.dtype is torch.float64
+    return x if narrower else own(x, *args, **options)
 
 
 def exact_loss(
@@ -157,21 +182,3 @@ def exact_loss(
     targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
     total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-def _exact_norm(own: Any) -> Any:
-    """Return the forward of a root-mean-square norm in the dtype of its input; `own` if that computes something else.
-
-    own: the norm's forward, which says whether 1 is added to the weight.
-    """
-
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        theirs: Tensor = own(self, x, *args, **kwargs)
-        eps, weight = getattr(self, "variance_epsilon", getattr(self, "eps", None)), getattr(self, "weight", None)
-        if eps is None or weight is None or args or kwargs:
-            return theirs
-        out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        choices = (out * weight, out * (1.0 + weight))
-        return next((each for each in choices if torch.allclose(each, theirs.to(each.dtype), 1e-4, 1e-4)), theirs)
-
-    return forward

@@ -51,7 +51,7 @@ from tpfuse.drop_in.styles import (
     ReplicatedParallel,
     WholeSequences,
 )
-from tpfuse.drop_in.tried_block import KnownModule, ModuleCall, Part, TriedBlock, entire, summand
+from tpfuse.drop_in.tried_block import KnownModule, ModuleCall, Part, TriedBlock, chunk, entire, selected, summand
 from tpfuse.drop_in.tried_experts import try_experts
 
 _SEQUENCES, _TOKENS = 2, 3  # sequences, and tokens of each on a rank
@@ -92,7 +92,8 @@ class Proof:
         self._refuse_replaced_in_layer(path)
         (prepared,) = (style for style in styles[path] if isinstance(style, FusedPrepareModuleInput))
         known = self._projections(path, styles, sharded, prepared)
-        self._prove(path, styles, known, entire, self._tokens if sharded else entire, prepared.attributes)
+        enters = summand if prepared.sum_gradients else entire
+        self._prove(path, styles, known, enters, self._tokens if sharded else entire)
 
     def experts(self, path: str, shards: ExpertShards) -> None:
         """Prove that the parts of experts add up to them. They are tried at few features, and all of their number."""
@@ -115,7 +116,7 @@ class Proof:
             if self._owner(name) == path and (kinds & {FusedPrepareModuleInput, WholeSequences} or alone):
                 known[name] = KnownModule(self._tokens, self._tokens)
         self._refuse_replaced(path, known)
-        self._prove(path, styles, known, self._tokens, self._tokens, {}, lambda x: entire)
+        self._prove(path, styles, known, self._tokens, self._tokens, lambda x: entire)
 
     def _owner(self, name: str) -> str:
         """Return the name of the module that calls the module `name`: the one that has it, or has it in a list."""
@@ -137,7 +138,7 @@ class Proof:
             inside = other.startswith(f"{name}." if name else "") and other in self._calls
             if inside and width_of(module) is not None and not other.startswith(parts):
                 known[other] = KnownModule(entire, entire)
-        self._prove(name, {}, known, entire, entire, {}, self._of_state)
+        self._prove(name, {}, known, entire, entire, self._of_state)
 
     def calls(self, path: str) -> bool:
         """Return whether the model calls the module in a layer as a module, not only its methods or its weights."""
@@ -229,7 +230,7 @@ class Proof:
         known = {}
         fused = all(width_of(self._modules[f"{path}.{name}"]) is not None for name in prepared.projections)
         output = self._tokens if sharded else entire
-        features = partial(_chunk, self.ranks, -1)
+        features = partial(chunk, self.ranks, -1)
         for name, (style, *_) in styles.items():
             width = width_of(self._modules[name])
             if isinstance(style, FusedColwiseParallel) and width is not None:
@@ -237,12 +238,12 @@ class Proof:
                 projects = fused and name.removeprefix(f"{path}.") in prepared.projections
                 of_features = isinstance(style.input_layouts[0], Shard)
                 takes = features if of_features else entire if style.sum_input else summand
-                known[name] = KnownModule(takes, partial(_selected, rows), projects)
+                known[name] = KnownModule(takes, partial(selected, -1, rows), projects)
             elif isinstance(style, FusedRowwiseParallel):
                 shards = isinstance(style.output_layouts[0], Shard)
                 known[name] = KnownModule(features, self._tokens if shards else entire)
             elif isinstance(style, ReplicatedParallel) and style.sharded and rms_norm_terms(self._modules[name]):
-                known[name] = KnownModule(features, features)
+                known[name] = KnownModule(features, features, others=features)
             elif isinstance(style, ReplicatedParallel) and width is not None and ".lora_" in name:
                 part = summand if ".lora_A" in name else output
                 known[name] = KnownModule(part, part) if style.sum_gradients else KnownModule(entire, entire)
@@ -255,19 +256,17 @@ class Proof:
         known: Mapping[str, KnownModule],
         enters: Part,
         leaves: Part,
-        attributes: Mapping[str, Any],
         others: Callable[[Tensor], Part] | None = None,
     ) -> None:
         """Compare the block as it is with what each rank computes of it. enters, leaves: a rank's part of its tensors.
 
-        attributes: those that the block has on a rank. others: gives the part of a rank's tensor in the output that is
+        others: gives the part of a rank's tensor in the output that is
         not the first; None if these are not compared.
         """
         module = self._modules[path]
         key = kind_of(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
-        heads = partial(_chunk, self.ranks, 0)
-        block = TriedBlock(self._modules, path, styles, known, enters, leaves, heads, self._calls, others, self.ranks)
-        self._once(key, [path, *known], lambda: block.prove(attributes))
+        block = TriedBlock(self._modules, path, styles, known, enters, leaves, self._calls, others, self.ranks)
+        self._once(key, [path, *known], block.prove)
 
     def _once(self, key: Any, called: Iterable[str], attempt: Callable[[], None]) -> None:
         """Try what has this key, if nothing with it was tried; raise the reason that was found. called: the modules."""
@@ -287,10 +286,6 @@ def _inside(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}.")
 
 
-def _chunk(ranks: int, dim: int, x: Tensor, rank: int) -> Tensor:
-    return x.chunk(ranks, dim)[rank]
-
-
 def _rows(style: FusedColwiseParallel, height: int, rank: int, ranks: int) -> list[tuple[int, int]]:
     """Return [start, stop) of the output features that a rank has of a column-parallel layer."""
     if style.ranges is not None:
@@ -298,10 +293,6 @@ def _rows(style: FusedColwiseParallel, height: int, rank: int, ranks: int) -> li
     rows = height // style.parts
     share = -(-rows // ranks)
     return [(part * rows + rank * share, part * rows + (rank + 1) * share) for part in range(style.parts)]
-
-
-def _selected(rows: Sequence[Sequence[tuple[int, int]]], x: Tensor, rank: int) -> Tensor:
-    return torch.cat([x[..., start:stop] for start, stop in rows[rank]], -1)
 
 
 def _invented(generator: torch.Generator, module: nn.Module, width: int | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -3,18 +3,20 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm.layout import is_sharded, local_tensor
+from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.drop_in.conversion import convert
-from tpfuse.drop_in.converted import Converted, combined_class
+from tpfuse.drop_in.converted import Converted, Ranges, combined_class
 from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.sharded_norm import sharded_rms_norm
 from tpfuse.layers.explain import LayerPlan
@@ -32,13 +34,16 @@ class ReplicatedModule(Converted):
     """
 
     sum_gradients: bool
+    rows: Mapping[str, tuple[int, Ranges]]  # those of `ReplicatedParallel.ranges` that this rank has
+    evaluates: bool
     has_part = "has those of its heads"  # for `explained`
 
     def explained(self, name: str) -> LayerPlan:
         shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
         own = next((x for x in self._parameters.values() if isinstance(x, DTensor)), None)  # type: ignore[attr-defined]
         part = shape if own is None or not is_sharded(own) else tuple(local_tensor(own).shape)
-        computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
+        summed = self.sum_gradients or bool(self.rows)
+        computes = "computes a part, and gradients are summed" if summed else "computes the same"
         reason = self.__dict__.get("reason") or f"every rank {computes if part == shape else self.has_part}"
         kind, held = self.unconverted.kind.__name__, "replicated" if part == shape else "sharded"
         return LayerPlan(name, kind, shape, part, "its own forward", held, reason)
@@ -49,20 +54,35 @@ class ReplicatedModule(Converted):
 
     @contextlib.contextmanager
     def _plain_parameters(self) -> Iterator[None]:
-        held: list[tuple[dict[str, Any], dict[str, DTensor]]] = []
+        held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+        def replace(attributes: dict[str, Any], new: dict[str, Any]) -> None:
+            held.append((attributes, {name: attributes[name] for name in new}))
+            attributes.update(new)
+
         for module in self.modules():  # type: ignore[attr-defined]
             if not isinstance(module, ReplicatedModule) or (module.sum_gradients and module is not self):
                 continue
             parameters: dict[str, Any] = module._parameters  # type: ignore[attr-defined]
-            sharded = {name: x for name, x in parameters.items() if isinstance(x, DTensor)}
-            group = module.group if module.sum_gradients else None
-            parameters.update({name: replicate(local(x), group) for name, x in sharded.items()})
-            held.append((parameters, sharded))
+            replace(
+                parameters, {name: module._plain(name, x) for name, x in parameters.items() if isinstance(x, DTensor)}
+            )
+        buffers: dict[str, Any] = self._buffers  # type: ignore[attr-defined]
+        replace(buffers, {name: self._plain(name, x) for name, x in buffers.items() if name in self.rows})
+        if self.evaluates:
+            replace(self.__dict__, {"training": False})
         try:
             yield
         finally:
-            for parameters, sharded in held:
-                parameters.update(sharded)
+            for attributes, before in held:
+                attributes.update(before)
+
+    def _plain(self, name: str, x: Tensor) -> Tensor:
+        """Return what the forward reads in the place of one of the module's own tensors."""
+        x = replicate(local(x), self.group if self.sum_gradients or name in self.rows else None)
+        dim, ranges = self.rows.get(name, (0, ()))
+        parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else x
 
 
 def run_with_plain_parameters(module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,19 +94,19 @@ def run_with_plain_parameters(module: Any, own: Callable[..., Any], *args: Any, 
 class ReplicatedRMSNorm(ReplicatedModule):
     """A root-mean-square norm of the model's own class, such as LlamaRMSNorm, computed by one operator.
 
-    It is x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension; terms: (offset, eps). For a weight of
-    another dtype than x the module's own forward runs, and decides on the dtype of the result.
+    It is x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension; terms: those of `rms_norm_terms`. For a
+    weight of another dtype than x the module's own forward runs, and decides on the dtype of the result.
     """
 
     weight: Tensor
-    terms: tuple[float, float]
+    terms: tuple[float, float, str]
 
     def explained(self, name: str) -> LayerPlan:
         return dataclasses.replace(super().explained(name), operator="rms_norm")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of the input [..., C], its only argument, in its shape and dtype."""
-        (x, *others), weight, (offset, eps) = (*args, *kwargs.values()), local(self.weight), self.terms
+        (x, *others), weight, (offset, eps, _) = (*args, *kwargs.values()), local(self.weight), self.terms
         if others or x.dtype != weight.dtype:
             return super().forward(*args, **kwargs)
         if offset:
@@ -97,45 +117,58 @@ class ReplicatedRMSNorm(ReplicatedModule):
 class ShardedRMSNorm(ReplicatedModule):
     """A root-mean-square norm as `ReplicatedRMSNorm` is, over features that are sharded, with this rank's weight.
 
-    For a weight of another dtype than x the module's own forward says the dtype of the result.
+    It may take a gate, of which silu multiplies its input or its output, in float32 at least. For a weight of
+    another dtype than x the module's own forward says the dtype of the result.
     """
 
     weight: Tensor
-    terms: tuple[float, float]
+    terms: tuple[float, float, str]
     has_part = "has its features, and sums their squares"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's features of the norm of its input [..., C / ranks], the only argument, in its shape."""
-        (x,), weight, (offset, eps) = (*args, *kwargs.values()), local(self.weight), self.terms
+        """Return this rank's features of the norm of its input [..., C / ranks], in its shape. A gate has it too."""
+        (x, *gate), weight, (offset, eps, gates) = (*args, *kwargs.values()), local(self.weight), self.terms
         wide = weight if weight.dtype == torch.float64 else weight.float()
-        out = sharded_rms_norm(x, offset + wide if offset else weight, eps, self.group)
+        factor = F.silu(gate[0].to(summed_dtype(x.dtype))) if gate else None
+        given = x if factor is None or gates != "input" else x * factor
+        out = sharded_rms_norm(given, offset + wide if offset else weight, eps, self.group)
+        if factor is not None and gates == "output":
+            out = out * factor
         if x.dtype == weight.dtype:
-            return out
+            return out.to(x.dtype)
         return out.to(super().forward(x.detach().flatten(0, -2)[:1]).dtype)
 
 
 @torch.no_grad()
-def rms_norm_terms(module: nn.Module) -> tuple[float, float] | None:
-    """Return (offset, eps) if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
+def rms_norm_terms(module: nn.Module) -> tuple[float, float, str] | None:
+    """Return (offset, eps, gates) if `module` computes x / sqrt(mean(x²) + eps) * (offset + weight), else None.
 
-    The module's own forward is tried with another weight of the same size. Gemma's norms have the offset 1, others 0.
+    gates: "input" or "output" if silu of its second input multiplies x or the result, "" if it has one input. The
+    module's own forward is tried with another weight of the same size. Gemma's norms have the offset 1, others 0.
     """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = module._parameters.get("weight")
+    weight, gated = module._parameters.get("weight"), type(module).__name__.endswith("RMSNormGated")
     alone = weight is not None and weight.ndim == 1 and len(list(module.parameters())) == 1
-    if not alone or not isinstance(eps, float) or not type(module).__name__.endswith("RMSNorm"):
+    if not alone or not isinstance(eps, float) or not (gated or type(module).__name__.endswith("RMSNorm")):
         return None
     assert weight is not None
     trial, other = outline(module, {}), torch.linspace(0.5, 1.5, len(weight), device="cpu")
     trial._parameters["weight"] = Parameter(other)
     x = torch.linspace(-3, 2, 2 * len(weight), device="cpu").view(1, 2, -1)
-    scaled = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    gate = x.flip(-1)
+    inputs = {"input": (x, gate), "output": (x, gate)} if gated else {"": (x,)}
     try:
-        found = type(module).forward(trial, x)
-        offsets = [offset for offset in (0.0, 1.0) if torch.allclose(found, scaled * (offset + other))]
+        for gates, given in inputs.items():
+            entering = x * F.silu(gate) if gates == "input" else x
+            scaled = entering * (entering.square().mean(-1, keepdim=True) + eps).rsqrt()
+            scaled = scaled * F.silu(gate) if gates == "output" else scaled
+            found = type(module).forward(trial, *given)
+            for offset in (0.0, 1.0):
+                if torch.allclose(found, scaled * (offset + other)):
+                    return offset, eps, gates
     except Exception:  # a forward with other arguments, or one that needs more than these attributes
-        return None
-    return (offsets[0], eps) if offsets else None
+        pass
+    return None
 
 
 def replicate_(
@@ -145,15 +178,18 @@ def replicate_(
     source: int | None,
     kind: type[nn.Module] | None = None,
     sharded: Sequence[str] = (),
+    rows: Mapping[str, tuple[int, Ranges]] | None = None,
+    evaluates: bool = False,
 ) -> None:
     """Make the module's own parameters DTensors that every rank holds whole. kind: its class, by default its own.
 
     sharded: those whose first dimension is sharded instead. A root-mean-square norm with a sharded weight is one over
-    the features of all ranks.
+    the features of all ranks. rows, evaluates: attributes of the `ReplicatedModule`.
     """
     names = [name for name, _ in module.named_parameters(recurse=False)]
     layouts = {name: (0 if name in sharded else None, None) for name in names}
-    attributes: dict[str, Any] = {"sum_gradients": sum_gradients and mesh.size() > 1}
+    summed = sum_gradients and mesh.size() > 1
+    attributes: dict[str, Any] = {"sum_gradients": summed, "rows": rows or {}, "evaluates": evaluates}
     own = module.__dict__.get("forward")
     if own is not None:
         kind = combined_class(ReplicatedModule, type(module))

@@ -13,7 +13,7 @@ from tpfuse.drop_in.converted import ConvertedColumnLinear, stand_in
 from tpfuse.drop_in.shards import as_local, gather_sequence, shard_as_dtensor, split_sequence
 from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import sequence_back, sequence_first
-from tpfuse.ops.collectives import replicate
+from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 
@@ -179,6 +179,7 @@ class PreparedInput:
     projections: tuple[str, ...]  # these as in `FusedPrepareModuleInput`
     length_arguments: tuple[str, ...]
     length: SequenceLength | None
+    sum_gradients: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with the prepared input."""
@@ -227,6 +228,12 @@ class PreparedInput:
             else:
                 length = self.length.value
                 self.length.wait(x)
+        if self.sum_gradients:
+            x = as_local(x, self.held, self.mesh)[0]
+            if self.held is None:
+                return replicate(x, group)
+            whole = sequence_back(all_gather(sequence_first(x, self.held), group), self.held)
+            return whole if length is None else whole.narrow(self.held, 0, length)
         linears = [module.get_submodule(name) for name in self.projections]
         fits = all(isinstance(linear, ConvertedColumnLinear) and not hooked(linear) for linear in linears)
         if not linears or not fits or hooked(module, self):  # hooks would see the stand-in

@@ -1,6 +1,7 @@
 """Copies of models without values, which run on the CPU in float64 to try what the model's code does."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -85,8 +86,23 @@ def give_values(module: nn.Module, generator: torch.Generator) -> None:
 @contextmanager
 def apart() -> Iterator[None]:
     """Let foreign code run with gradients, on the CPU, and without drawing from the process's random numbers."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"), _with_torch_alone():
         yield
+
+
+@contextmanager
+def _with_torch_alone() -> Iterator[None]:
+    """Let transformers compute as it does for torch.export: without the kernels of other packages, which need a GPU."""
+    kernels: Any = sys.modules.get("transformers.integrations.hub_kernels")
+    own = getattr(kernels, "is_torchdynamo_exporting", None)
+    if own is None:
+        yield
+        return
+    kernels.is_torchdynamo_exporting = lambda: True
+    try:
+        yield
+    finally:
+        kernels.is_torchdynamo_exporting = own
 
 
 def width_of(module: nn.Module) -> int | None:

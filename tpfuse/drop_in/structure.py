@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.drop_in.converted import Ranges
 from tpfuse.drop_in.experts import IMPLEMENTATIONS, ExpertShards, expert_shards
+from tpfuse.drop_in.mixers import Mixer, Sections, mixer_of, served_heads
 from tpfuse.drop_in.proof import Proof
 from tpfuse.drop_in.sequence_hooks import SequenceLength
 from tpfuse.drop_in.styles import (
@@ -287,11 +288,14 @@ def _plan_layer(name: str, layer: nn.Module, proof: Proof, length: SequenceLengt
             plan.add(path, FusedSequenceParallel(use_local_output=True))
         attention, mlp = _match(module, _ATTENTION), _match(module, _MLP)
         try:
-            if attention is not None:
+            mixer = mixer_of(module)
+            if mixer is not None:
+                _plan_mixer(part, path, module, mixer, proof, length)
+            elif attention is not None:
                 _plan_attention(part, path, module, *attention, proof, length)
             elif mlp is not None:
                 _plan_mlp(part, path, module, *mlp, proof, sequence_parallel)
-            if attention is not None or mlp is not None:
+            if mixer or attention or mlp:
                 for dropout, inner in module.named_children():
                     if type(inner) is nn.Dropout and sequence_parallel:
                         part.add(_join(path, dropout), FusedSequenceParallel(use_local_output=True))
@@ -317,7 +321,11 @@ def _plan_layer(name: str, layer: nn.Module, proof: Proof, length: SequenceLengt
 
 
 def _input(
-    projections: tuple[str, ...], sequence_parallel: bool, length: SequenceLength | None = None, **attributes: Any
+    projections: tuple[str, ...],
+    sequence_parallel: bool,
+    length: SequenceLength | None = None,
+    sum_gradients: bool = False,
+    **attributes: Any,
 ) -> FusedPrepareModuleInput:
     return FusedPrepareModuleInput(
         input_layouts=Shard(1) if sequence_parallel else Replicate(),
@@ -327,6 +335,7 @@ def _input(
         length_arguments=_LENGTHS,
         attributes=attributes,
         length=length,
+        sum_gradients=sum_gradients,
     )
 
 
@@ -356,8 +365,11 @@ def _plan_others(
     heads: set[int],
     size: int,
     proof: Proof,
+    **own_style: Any,
 ) -> list[str]:
     """Add the styles of what a block has beside its projections. Return the linears of it that read the block's input.
+
+    own_style: what else the style of the block itself is given.
 
     heads: the numbers of heads that the ranks divide, of `size` features. A parameter with an entry for each of them,
     or the weight of a norm over all their features, is sharded with them. The block's other own parameters are whole,
@@ -367,8 +379,9 @@ def _plan_others(
     than the input or the features of heads.
     """
     own = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
-    if own:
-        plan.add(path, ReplicatedParallel(sharded=[name for name, shape in own.items() if {*shape[:1]} & heads]))
+    if own or own_style:
+        sharded = [name for name, shape in own.items() if {*shape[:1]} & heads]
+        plan.add(path, ReplicatedParallel(sharded=sharded, **own_style))
     reading, planned, features_of_heads = list[str](), [*projections], {each * size for each in heads}
     for name, part in module.named_modules():
         if not name or any(f"{name}.".startswith(f"{each}.") for each in planned):
@@ -540,6 +553,47 @@ def _plan_attention(
     plan.add(path, _input((*reading, *gates), length is not None, length, **attributes))
 
 
+def _plan_mixer(
+    plan: Recognised, path: str, module: nn.Module, mixer: Mixer, proof: Proof, length: SequenceLength | None
+) -> None:
+    ranks, (width, _) = proof.ranks, _linear(module, mixer.outer)
+    if mixer.heads % ranks or width != mixer.heads * mixer.size:
+        raise NotImplementedError(
+            f"{width} features of {mixer.heads} heads cannot be divided among {ranks} ranks: expected tp"
+            f" {splits(mixer.heads, max(ranks, 8))}"
+        )
+    attributes, buffers = dict[str, Any](), dict[str, tuple[int, list[Ranges]]]()
+    for name, sections in mixer.sections.items():
+        ranges, rows = mixer.ranges(name, ranks), sum(heads * size for heads, size in sections)
+        if name in module._buffers:
+            buffers[name] = -1, ranges
+        elif name == mixer.conv:
+            kept = {each: (0, ranges) for each, _ in module.get_submodule(name).named_parameters()}
+            plan.add(_join(path, name), ReplicatedParallel(ranges=kept))
+        elif name not in module._modules:
+            attributes[name] = sum(stop - start for start, stop in ranges[0])
+        elif _linear(module, name)[1] != rows:
+            raise NotImplementedError(f"{name} gives {_linear(module, name)[1]} features: expected {rows} of its heads")
+        else:
+            _plan_linear(plan, _join(path, name), module.get_submodule(name), _rows_style(sections, ranges))
+    _plan_linear(plan, _join(path, mixer.outer), module.get_submodule(mixer.outer), _row_style(length is not None))
+    known = (*mixer.sections, mixer.outer)
+    for name, part in module.named_children():  # a norm of groups of heads
+        shared = {each: x for each, x in attributes.items() if vars(part).get(each) == vars(module)[each]}
+        if shared and name not in known:
+            plan.add(_join(path, name), _input((), False, **shared))
+    _plan_others(plan, path, module, known, {mixer.heads}, mixer.size, proof, ranges=buffers, evaluates=True)
+    plan.add(path, _input((), length is not None, length, sum_gradients=True, **attributes))
+
+
+def _rows_style(sections: Sections, ranges: Sequence[Ranges]) -> FusedColwiseParallel:
+    """Return the style of a projection in of a mixer, which reads an input whose gradient is summed before."""
+    divided = all(heads % len(ranges) == 0 for heads, _ in sections)
+    if divided and len(set(sections)) == 1:  # the ranks' rows of equal sections, which a DTensor has
+        return FusedColwiseParallel(parts=len(sections), sum_input=False)
+    return FusedColwiseParallel(ranges=ranges, sum_input=False)
+
+
 def _projection_styles(
     module: nn.Module, inner: tuple[str, ...], heads: int, shared: int, size: int, served: Sequence[list[int]]
 ) -> dict[str, FusedColwiseParallel]:
@@ -593,24 +647,6 @@ def _grouped_ranges(group: int, size: int, served: list[int], first: int, local:
         keys = (head + 1) * group + 2 * head
         rows += [(query + 2 * head, query + 2 * head + run), (keys, keys + 2)]
     return tuple((start * size, stop * size) for start, stop in rows)
-
-
-def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
-    """Return the key/value heads that a rank needs for its query heads, each used by equally many of them.
-
-    heads, shared: the numbers of all query heads and of all key/value heads; query head h uses key/value head
-    h // (heads / shared). If a rank's query heads use theirs unequally often, a key/value head is repeated.
-    """
-    local = heads // ranks
-    used = [head // (heads // shared) for head in range(rank * local, (rank + 1) * local)]
-    runs = max(
-        run for run in range(1, local + 1)
-        if local % run == 0 and all(
-            len({owner // (heads // shared) for owner in range(first, first + run)}) == 1
-            for start in range(0, heads, local) for first in range(start, start + local, run)
-        )
-    )  # fmt: skip
-    return used[::runs]
 
 
 def _heads(module: nn.Module, inner: tuple[str, ...], outer: str) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ is padded with zeros at the end, so that all ranks hold equally many rows; DTens
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -311,11 +311,21 @@ class ReplicatedParallel(ParallelStyle):
     sum_gradients: each rank computes a part of the parameters' gradients (for its heads, for instance), and the parts
     are summed; otherwise all ranks compute the same gradients. sharded: the names of its own parameters that have an
     entry for each head, or feature, of which a rank holds and computes with those of its heads. A root-mean-square norm
-    whose weight is sharded sums the squares of its input's features over the ranks.
+    whose weight is sharded sums the squares of its input's features over the ranks. ranges: for each of its own
+    parameters and buffers of which a rank holds all and computes with a part, (dimension, the entries [start, stop) of
+    each rank along it). evaluates: its own forward runs as in evaluation.
     """
 
-    def __init__(self, *, sum_gradients: bool = False, sharded: Sequence[str] = ()) -> None:
-        self.sum_gradients, self.sharded = sum_gradients, tuple(sharded)
+    def __init__(
+        self,
+        *,
+        sum_gradients: bool = False,
+        sharded: Sequence[str] = (),
+        ranges: Mapping[str, tuple[int, Sequence[Ranges]]] | None = None,
+        evaluates: bool = False,
+    ) -> None:
+        self.sum_gradients, self.sharded, self.evaluates = sum_gradients, tuple(sharded), evaluates
+        self.ranges = dict(ranges or {})
 
     @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -327,7 +337,10 @@ class ReplicatedParallel(ParallelStyle):
                     f"its {name} {list(parameter.shape)} cannot be split among {device_mesh.size()} ranks: expected a"
                     " multiple of them"
                 )
-        replicate_(module, device_mesh, self.sum_gradients, self.src_data_rank, sharded=self.sharded)
+        rank = device_mesh.get_local_rank()
+        rows = {name: (dim, ranges[rank]) for name, (dim, ranges) in self.ranges.items()}
+        source = self.src_data_rank
+        replicate_(module, device_mesh, self.sum_gradients, source, None, self.sharded, rows, self.evaluates)
         return module
 
 
@@ -354,11 +367,12 @@ class FusedPrepareModuleInput(PrepareModuleInput):
 
     projections: the names of the column-parallel children that read the module's first input (`first_argument`); the
     module uses that input for nothing else but its shape. They share one gather, fused into their products, and their
-    parts of the input's gradient are summed once. attributes: values that the module's attributes
-    take, for a module that computes with sizes that are smaller on a rank. length_arguments: the names of keyword
-    arguments of the module; the last dimension of the first that is a tensor is the length of the whole sequence
-    without padding. length: where that length is kept. A module whose input is split here, or that gets such an
-    argument, sets it; another one reads it.
+    parts of the input's gradient are summed once. sum_gradients: the module's own code reads the whole input too, so
+    that its gather is fused with nothing, and the ranks' parts of its gradient are summed. attributes: values that the
+    module's attributes take, for a module that computes with sizes that are smaller on a rank. length_arguments: the
+    names of keyword arguments of the module; the last dimension of the first that is a tensor is the length of the
+    whole sequence without padding. length: where that length is kept. A module whose input is split here, or that gets
+    such an argument, sets it; another one reads it.
 
     With projections or attributes the layouts are those of the first input: Shard(d) or Replicate() to Replicate(), or
     Replicate() to Shard(d). Without them this is torch's style.
@@ -371,15 +385,16 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         length_arguments: Sequence[str] = (),
         attributes: dict[str, Any] | None = None,
         length: SequenceLength | None = None,
+        sum_gradients: bool = False,
         **torchs: Any,
     ) -> None:
         super().__init__(**torchs)
         self.projections, self.length_arguments = tuple(projections), tuple(length_arguments)
-        self.attributes, self.length = attributes or {}, length
+        self.attributes, self.length, self.sum_gradients = attributes or {}, length, sum_gradients
 
     @_named
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not (self.projections or self.attributes or self.length is not None):
+        if not (self.projections or self.attributes or self.length is not None or self.sum_gradients):
             return super()._apply(module, device_mesh)
         inside = {name for name, _ in module.named_modules()}
         for name in self.projections:
@@ -392,7 +407,9 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         assert self.desired_input_layouts is not None
         source, target = self.input_layouts[0], self.desired_input_layouts[0]
         held, wanted = (each.dim if isinstance(each, Shard) else None for each in (source, target))
-        hook = PreparedInput(device_mesh, held, wanted, self.projections, self.length_arguments, self.length)
+        hook = PreparedInput(
+            device_mesh, held, wanted, self.projections, self.length_arguments, self.length, self.sum_gradients
+        )
         module.__dict__.update(self.attributes)
         for name in () if hooked(module) else self.projections:
             module.get_submodule(name).__dict__["shares_gather"] = isinstance(source, Shard)
@@ -413,7 +430,7 @@ class WholeSequences(ParallelStyle):
         self.sequence_dim, self.length_arguments, self.length = sequence_dim, tuple(length_arguments), length
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_arguments, self.length)
+        before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_arguments, self.length, False)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim), with_kwargs=True)
         return module

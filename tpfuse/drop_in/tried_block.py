@@ -1,15 +1,15 @@
 """One block of a model, as it is and as each rank would run it (`tpfuse.drop_in.proof`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.drop_in.converted import stand_in
+from tpfuse.drop_in.converted import Ranges, stand_in
 from tpfuse.drop_in.sketch import (
     agree,
     agree_in_shape,
@@ -34,6 +34,7 @@ class KnownModule:
     takes: Part  # a rank's part of its input
     gives: Part  # and of its output
     projects: bool = False  # whether its parent gathers its input
+    others: Part | None = None  # of its other inputs, None for `entire`
 
 
 @dataclass
@@ -72,21 +73,20 @@ class TriedBlock:
     known: Mapping[str, KnownModule]
     enters: Part
     leaves: Part
-    of_heads: Part  # a rank's part of parameters with an entry for each head
     calls: Mapping[str, list[ModuleCall]]  # of all modules when the model ran
     others: Callable[[Tensor], Part] | None  # as in `Proof._prove`
     ranks: int
     seeds: dict[str, Tensor] = field(default_factory=dict)
 
-    def prove(self, attributes: Mapping[str, Any]) -> None:
+    def prove(self) -> None:
         """Raise NotImplementedError unless the ranks' tensors and gradients are those of the block as it is."""
         with apart():
-            whole = self.run(None, {})
+            whole = self.run(None)
             largest = max((largest_value(x) for x in whole.gradients.values()), default=0.0)
             summed = [key for key, (_, part) in whole.entering.items() if part is not entire]
             totals = {key: torch.zeros_like(whole.gradients[key]) for key in summed}
             for rank in range(self.ranks):
-                run = self.run(rank, attributes)
+                run = self.run(rank)
                 missing = [key for key in (*whole.leaving, *whole.entering) if key not in {*run.leaving, *run.entering}]
                 if missing:
                     raise NotImplementedError(f"{missing[0]} is not there on a rank")
@@ -101,7 +101,7 @@ class TriedBlock:
             for key, total in totals.items():
                 _agree_in_gradient(key, total, whole.gradients[key], largest)
 
-    def run(self, rank: int | None, attributes: Mapping[str, Any]) -> _Computed:
+    def run(self, rank: int | None) -> _Computed:
         """Return what the block computes on a rank, or (None) as it is. Raise NotImplementedError if it fails."""
         run, call, module = _Computed(), self.calls[self.path][0], self.modules[self.path]
         given = first_input(call.args, call.kwargs)
@@ -112,13 +112,13 @@ class TriedBlock:
         forwards = {name: partial(self._stand_in, run, given, rank, name) for name in self.known}
         args, kwargs = with_first_input(call.args, call.kwargs, given)
         sharded = self._sharded()
-        for (owner, name), whole in sharded.items():
-            entered = run.enter(f"{owner}.{name}".removeprefix(f"{self.path}."), whole, self.of_heads, rank)
-            cast(Any, self.modules[owner]._parameters)[name] = entered
-        before: dict[str, Any] = {}
+        before = [(tensors, name, tensors[name]) for tensors, name, *_ in sharded.values()]
+        for key, (tensors, name, part) in sharded.items():
+            tensors[name] = run.enter(".".join(key).removeprefix(f"{self.path}."), tensors[name], part, rank)
         try:
-            before |= {name: module.__dict__[name] for name in attributes}
-            module.__dict__.update(attributes)
+            for attributes, name, value in self._attributes() if rank is not None else ():
+                before.append((attributes, name, attributes[name]))
+                attributes[name] = value
             for name, forward in forwards.items():
                 self.modules[name].__dict__["forward"] = forward
             out = module(*args, **kwargs)
@@ -129,9 +129,8 @@ class TriedBlock:
             where = "it cannot be tried" if rank is None else "it fails on a rank's part"
             raise NotImplementedError(f"{where}: {line_of(error)}") from None
         finally:
-            for (owner, name), whole in sharded.items():
-                self.modules[owner]._parameters[name] = whole
-            module.__dict__.update(before)
+            for held, name, value in before:
+                held[name] = value
             for name in forwards:
                 self.modules[name].__dict__.pop("forward", None)
         run.leaving["its output"] = first, self.leaves
@@ -146,15 +145,31 @@ class TriedBlock:
         self._differentiate(run, rank)
         return run
 
-    def _sharded(self) -> dict[tuple[str, str], nn.Parameter]:
-        """Return the parameters that are sharded with the heads, of modules that are not known, by (module, name)."""
-        return {
-            (owner, name): x
-            for owner, styles in self.styles.items()
-            if not any(f"{owner}.".startswith(f"{one}.") for one in self.known)
-            for style in styles for name in getattr(style, "sharded", ())
-            if (x := self.modules[owner]._parameters.get(name)) is not None
-        }  # fmt: skip
+    def _attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Yield (a module's attributes, name, value on a rank) of what the styles of modules change."""
+        for owner, styles in self.styles.items():
+            for name, value in (pair for x in styles for pair in getattr(x, "attributes", {}).items()):
+                yield self.modules[owner].__dict__, name, value
+
+    def _sharded(self) -> dict[tuple[str, str], tuple[dict[str, Any], str, Part]]:
+        """Return (tensors of a module, name, a rank's part) of those that a rank has or reads a part of.
+
+        They are by (module, name). Modules that are known have no such tensors.
+        """
+        found = dict[tuple[str, str], tuple[dict[str, Any], str, Part]]()
+        for owner, styles in self.styles.items():
+            known = any(f"{owner}.".startswith(f"{one}.") for one in self.known)
+            parts: dict[str, Part] = {}
+            for style in styles if not known else ():
+                if isinstance(style, ReplicatedParallel):
+                    parts |= dict.fromkeys(style.sharded, partial(chunk, self.ranks, 0))
+                    parts |= {name: partial(selected, *rows) for name, rows in style.ranges.items()}
+            for name, part in parts.items():
+                module = self.modules[owner]
+                tensors: Any = module._buffers if name in module._buffers else module._parameters
+                if tensors.get(name) is not None:
+                    found[owner, name] = tensors, name, part
+        return found
 
     def part_of(self, parameter: str) -> Part:
         """Return what a rank computes of a parameter's gradient: all of it, or a part if a style sums the parts."""
@@ -179,7 +194,7 @@ class TriedBlock:
         for index, other in enumerate((*args, *kwargs.values())):
             if isinstance(other, Tensor) and other is not x:  # a style prepares the first input alone
                 other = torch.view_as_real(other) if other.is_complex() else other
-                run.leaving[f"{again}argument {index} of {called}"] = other, entire
+                run.leaving[f"{again}argument {index} of {called}"] = other, one.others or entire
         calls = self.calls[name]
         out = calls[min(number, len(calls) - 1)].out
         first = run.enter(f"{again}the output of {called}", first_tensor(out), one.gives, rank)
@@ -229,6 +244,15 @@ def entire(x: Tensor, rank: int) -> Tensor:
 def summand(x: Tensor, rank: int) -> Tensor:
     """Return all of a tensor, of whose gradient a rank computes a part."""
     return x
+
+
+def chunk(ranks: int, dim: int, x: Tensor, rank: int) -> Tensor:
+    return x.chunk(ranks, dim)[rank]
+
+
+def selected(dim: int, ranges: Sequence[Ranges], x: Tensor, rank: int) -> Tensor:
+    before = (slice(None),) * (dim % x.ndim)
+    return torch.cat([x[*before, start:stop] for start, stop in ranges[rank]], dim)
 
 
 def _part(x: Tensor, part: Part, rank: int | None) -> Tensor:

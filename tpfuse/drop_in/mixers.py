@@ -1,0 +1,122 @@
+"""Linear attention, state spaces and short convolutions by their heads: which rows of its tensors a rank computes with.
+
+Such a mixer has projections in, a convolution of each channel by itself, a recurrence of each head by itself, and a
+projection out. Their own code runs on every rank, with the rank's heads. It packs queries, keys and values, or gates,
+inputs, states and time steps, one after another in the rows of its tensors: these are the sections below. As with all
+names, the proof decides.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from tpfuse.drop_in.converted import Ranges
+
+# (heads, rows of each), one after another; the heads of a section may be fewer, each used by equally many of the others
+Sections = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Where the heads of a mixer lie: in its linears and its convolution, in buffers, and as sizes in its attributes.
+
+    heads, size: their number, and the features of each that the projection out reads. outer, conv: the names of that
+    projection and of the convolution. sections: by the names of the projections in, of the convolution, of buffers, and
+    of attributes that are the number of such rows.
+    """
+
+    heads: int
+    size: int
+    outer: str
+    conv: str
+    sections: dict[str, Sections]
+
+    def ranges(self, name: str, ranks: int) -> list[Ranges]:
+        """Return the rows [start, stop) of what has this name that each rank uses."""
+        return [self._rows(self.sections[name], rank, ranks) for rank in range(ranks)]
+
+    def _rows(self, sections: Sections, rank: int, ranks: int) -> Ranges:
+        rows, start = list[tuple[int, int]](), 0
+        for heads, size in sections:
+            for head in served_heads(self.heads, heads, rank, ranks):
+                first = start + head * size
+                if rows and rows[-1][1] == first:
+                    first = rows.pop()[0]
+                rows.append((first, start + (head + 1) * size))
+            start += heads * size
+        return tuple(rows)
+
+
+def mixer_of(module: nn.Module) -> Mixer | None:
+    """Return where the heads of a mixer lie; None for a module of another kind.
+
+    Raise NotImplementedError if its sizes contradict each other.
+    """
+    children = dict(module.named_children())
+    conv = next((name for name, child in children.items() if isinstance(child, nn.Conv1d)), None)
+    outer = next((name for name in ("out_proj", "o_proj") if isinstance(children.get(name), nn.Module)), None)
+    if conv is None or outer is None:
+        return None
+    channels = module.get_submodule(conv).in_channels
+    sizes = {name: x for name, x in vars(module).items() if type(x) is int}
+    if {"num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"} <= sizes.keys():
+        (shared, heads), size = (sizes["num_k_heads"], sizes["num_v_heads"]), sizes["head_v_dim"]
+        sections = _of_delta_rule(shared, heads, sizes["head_k_dim"], size)
+    elif {"num_heads", "head_dim", "n_groups", "ssm_state_size"} <= sizes.keys():
+        shared, heads, size = sizes["n_groups"], sizes["num_heads"], sizes["head_dim"]
+        sections = _of_state_space(shared, heads, size, sizes["ssm_state_size"])
+    elif isinstance(children.get("in_proj"), nn.Module):
+        shared, heads, size = channels, channels, 1
+        packed = getattr(children["in_proj"], "out_features", channels) // channels
+        sections = {"in_proj": ((channels, 1),) * packed, conv: ((channels, 1),)}
+    else:
+        return None
+    rows = sum(heads * size for heads, size in sections[conv])
+    if shared < 1 or heads % shared or rows != channels or channels != module.get_submodule(conv).groups:
+        raise NotImplementedError(f"{heads} heads and {shared} groups of them do not fit its convolution of {channels}")
+    there = {name: x for name, x in sections.items() if name in children or name in sizes or name in module._buffers}
+    return Mixer(heads, size, outer, conv, there)
+
+
+def _of_delta_rule(shared: int, heads: int, key_size: int, size: int) -> dict[str, Sections]:
+    """Gated DeltaNet of Qwen3-Next (all of a key head packed), Qwen3.5 (some), OLMo-Hybrid (nothing)."""
+    keys, values, run = (shared, key_size), (heads, size), heads // max(shared, 1)
+    packed = (keys, keys, values)
+    return {
+        "in_proj_qkvz": ((shared, 2 * key_size + 2 * run * size),), "in_proj_ba": ((shared, 2 * run),),
+        "in_proj_qkv": packed, "conv1d": packed, "conv_dim": packed,
+        "q_proj": (keys,), "k_proj": (keys,), "key_dim": (keys,), "num_k_heads": ((shared, 1),),
+        "v_proj": (values,), "g_proj": (values,), "in_proj_z": (values,), "value_dim": (values,),
+        **dict.fromkeys(("a_proj", "b_proj", "in_proj_a", "in_proj_b", "num_v_heads"), ((heads, 1),)),
+    }  # fmt: skip
+
+
+def _of_state_space(groups: int, heads: int, size: int, state: int) -> dict[str, Sections]:
+    """Mamba-2 of Nemotron-H, Bamba and Falcon-H1: gates, inputs, the B and C of each group, time steps."""
+    inner, of_groups, steps = (heads, size), (groups, state), (heads, 1)
+    packed = (inner, inner, of_groups, of_groups, steps)
+    return {
+        "in_proj": packed, "mup_vector": packed,
+        "conv1d": (inner, of_groups, of_groups), "conv_dim": (inner, of_groups, of_groups),
+        "intermediate_size": (inner,), "num_heads": (steps,), "n_groups": ((groups, 1),),
+    }  # fmt: skip
+
+
+def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
+    """Return the key/value heads that a rank needs for its query heads, each used by equally many of them.
+
+    heads, shared: the numbers of all query heads and of all key/value heads; query head h uses key/value head
+    h // (heads / shared). If a rank's query heads use theirs unequally often, a key/value head is repeated.
+    """
+    if shared % ranks == 0:
+        return list(range(rank * shared // ranks, (rank + 1) * shared // ranks))
+    local = heads // ranks
+    used = [head // (heads // shared) for head in range(rank * local, (rank + 1) * local)]
+    runs = max(
+        run for run in range(1, local + 1)
+        if local % run == 0 and all(
+            len({owner // (heads // shared) for owner in range(first, first + run)}) == 1
+            for start in range(0, heads, local) for first in range(start, start + local, run)
+        )
+    )  # fmt: skip
+    return used[::runs]
