@@ -3,14 +3,15 @@
     python -m benchmarks.families
 
 For each class that AutoModelForCausalLM knows it makes a tiny model with random weights, if the family's configuration
-allows one, and trains it on two ranks: tensor parallel with and without sequence parallelism, and context parallel. The
-loss, the logits and the gradient of every parameter are compared with those of the untouched model in float64.
+allows one, and trains it: on two ranks tensor parallel with and without sequence parallelism, and context parallel, and
+on four ranks. The loss, the logits and the gradient of every parameter are compared with those of the untouched model
+in float64.
 """
 
 import copy
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,12 @@ from tpfuse.drop_in.parallelize import parallelize, replacements
 from tpfuse.testing.ranks import RankError, pool
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
-MODES = {"tp": "tensor and sequence parallel", "whole": "tensor parallel, whole sequences", "cp": "context parallel"}
+MODES = {
+    "tp": "tensor and sequence parallel",
+    "whole": "tensor parallel, whole sequences",
+    "cp": "context parallel",
+    "tp 4": "tensor and sequence parallel, 4 ranks",
+}
 TOLERANCE = 2e-5  # models compute in float32 in places, in any dtype; faults of layout are larger
 _LARGEST = 6e6  # parameters of a model that counts as tiny
 _KINDS = ["sliding_attention", "full_attention"]
@@ -102,8 +108,8 @@ these, exactly. Most of the others are right too, with some modules whole on eve
 {exact}
 
 Each family is tried with a tiny model of random weights, some in several variants, {models} models in all, on two ranks
-in three ways. `python -m benchmarks.families` makes them and writes this page. Loss, logits and the gradient of every
-parameter are compared with those of the untouched model. Results: {counts}.
+in three ways, and on four ranks. `python -m benchmarks.families` makes them and writes this page. Loss, logits and the
+gradient of every parameter are compared with those of the untouched model. Results: {counts}.
 
 - **exact**: all agree, and all layers are converted.
 - **left alone**: all agree, and some modules run whole on every rank; the reasons are below.
@@ -194,8 +200,8 @@ def _worst(whole: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> 
     return worst
 
 
-def trial(family: str) -> dict[str, tuple[str, str]]:
-    """Return, for each mode, (what happened, details), on a rank of two.
+def trial(family: str, modes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return, for each of these modes, (what happened, details), on a rank.
 
     It is "exact", "left alone" (exact, but named modules run whole), "refused", "wrong" or "error".
     """
@@ -206,11 +212,11 @@ def trial(family: str) -> dict[str, tuple[str, str]]:
     except Exception as error:
         return {"none": ("not built", _line(error))}
     results = {}
-    for mode in MODES:
+    for mode in modes:
         model = tiny(family)
         try:
             mesh = mesh_of(1, 1, cp=2) if mode == "cp" else tensor_mesh()
-            parallelize(model, mesh, sequence_parallel=mode == "tp")
+            parallelize(model, mesh, sequence_parallel=mode != "whole")
             with exact(reference):  # not the model's loss, which is tpfuse's
                 found = _evaluate(model)
         except ValueError as error:
@@ -239,22 +245,22 @@ def _left_alone(kept: dict[str, str]) -> tuple[str, str]:
     return ("left alone" if found else "exact"), "; ".join(f"`{name}`: {reason}" for name, reason in found.items())
 
 
-def _of_both(first: tuple[str, str], second: tuple[str, str]) -> tuple[str, str]:
-    """Return the result of both ranks."""
-    if first[0] == second[0]:
-        return first
-    return "error", f"one rank: {first[0]} {first[1]}; the other: {second[0]} {second[1]}"
+def _of_all(first: tuple[str, str], *others: tuple[str, str]) -> tuple[str, str]:
+    """Return the result of all ranks."""
+    other = next((each for each in others if each[0] != first[0]), None)
+    return first if other is None else ("error", f"one rank: {first[0]} {first[1]}; another: {other[0]} {other[1]}")
 
 
 def sweep(names: list[str]) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return the trial of each family on two ranks of this machine."""
-    results = {}
-    for name in names:
-        try:
-            first, second = pool(2).run(trial, name)
-            results[name] = {mode: _of_both(first[mode], second[mode]) for mode in first}
-        except RankError as error:
-            results[name] = {"none": ("error", str(error).strip().splitlines()[-1])}
+    """Return the trial of each family on two ranks of this machine, and on four."""
+    results: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in names}
+    for ranks, modes in ((2, ["tp", "whole", "cp"]), (4, ["tp 4"])):
+        for name in names:
+            try:
+                first, *others = pool(ranks).run(trial, name, modes)
+                results[name] |= {mode: _of_all(x, *(other[mode] for other in others)) for mode, x in first.items()}
+            except RankError as error:
+                results[name] |= {"none": ("error", str(error).strip().splitlines()[-1])}
     return results
 
 
