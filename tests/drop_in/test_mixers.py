@@ -46,11 +46,11 @@ def test_a_mixer_whose_heads_the_ranks_do_not_divide_is_kept_and_named() -> None
         mixer_of(mixer)
 
 
-# The placements of one mixer's parameters; what packs sections of different heights is whole, and a rank computes its
-# rows of it.
+# The placements of one mixer's parameters. What packs sections of different heights is sharded by rows, and gathered.
 _OWN: dict[str, Any] = dict.fromkeys(("A_log", "dt_bias", "D", "in_proj_z.weight", "in_proj_b.weight"), Shard(0))
 _OWN |= {"in_proj_a.weight": Shard(0), "out_proj.weight": Shard(1)}
-_OWN |= dict.fromkeys(("conv1d.weight", "conv1d.bias", "in_proj.weight", "in_proj_qkv.weight"), Replicate())
+_OWN |= dict.fromkeys(("in_proj.weight", "in_proj_qkv.weight"), Shard(0))
+_OWN |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), Replicate())
 
 
 @on_ranks(2)

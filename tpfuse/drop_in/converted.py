@@ -23,7 +23,7 @@ from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.sequence import gather_features, packed_bias, sequence_back, sequence_first
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from tpfuse.ops.collectives import gather_last, replicate, split_last
+from tpfuse.ops.collectives import all_gather, gather_last, replicate, split_last
 from tpfuse.ops.dropout import drawn_keys, dropout
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
@@ -84,7 +84,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     """An nn.Linear (or transformers' Conv1D) whose output features are sharded; the last ranks may have fewer."""
 
     input_dim: int | None  # along which the input is this rank's shard; None for a whole input
-    ranges: Ranges | None  # the rows of a replicated weight that this rank uses; None for a sharded one
+    ranges: Ranges | None  # the rows of the whole weight that this rank uses; None for those that it has
     transposed: bool  # whether the weight is [in, out]
     use_local_output: bool  # return a plain tensor, not a DTensor
     sum_input: bool  # whether the gradient of a whole input is summed over the ranks
@@ -113,8 +113,8 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
         return weight, bias
 
     def _selected(self, x: Tensor) -> Tensor:
-        """Return this rank's ranges of a replicated parameter, whose gradients are summed over the ranks."""
-        x = replicate(x, self.group)
+        """Return this rank's ranges of a parameter, whose gradients are summed. x: all of it, or the rank's share."""
+        x = replicate(x, self.group) if len(x) == self.out_features else all_gather(x, self.group)
         return torch.cat([x[start:stop] for start, stop in self.ranges or ()])
 
     def forward(self, x: Tensor) -> Tensor:

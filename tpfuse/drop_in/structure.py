@@ -591,7 +591,7 @@ def _rows_style(sections: Sections, ranges: Sequence[Ranges]) -> FusedColwisePar
     divided = all(heads % len(ranges) == 0 for heads, _ in sections)
     if divided and len(set(sections)) == 1:  # the ranks' rows of equal sections, which a DTensor has
         return FusedColwiseParallel(parts=len(sections), sum_input=False)
-    return FusedColwiseParallel(ranges=ranges, sum_input=False)
+    return FusedColwiseParallel(ranges=ranges, gather_weight=True, sum_input=False)
 
 
 def _projection_styles(

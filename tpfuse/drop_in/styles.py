@@ -137,7 +137,8 @@ class FusedColwiseParallel(ColwiseParallel):
     input_layouts: Replicate() (default), or Shard(d): the input is this rank's shard along dimension d. output_layouts:
     Shard(-1) (default) or Replicate(). use_local_output: return a plain tensor. parts: the number of matrices of equal
     height that are packed in the weight one after another, each of which is sharded by itself. ranges: of the rows
-    [start, stop) that each rank uses, if the weight must stay whole on every rank; one entry for each rank. sum_input:
+    [start, stop) that each rank uses, where these are no equal parts; one entry for each rank. The weight is then whole
+    on every rank; with gather_weight each has an equal share of the rows, and gathers all for each product. sum_input:
     sum the ranks' parts of the gradient of a whole input; without it what computed the input sums those of its own.
 
     With output_layouts=Replicate() the ranks need not divide the features, unless the weight is packed: the last ranks
@@ -149,11 +150,12 @@ class FusedColwiseParallel(ColwiseParallel):
         *,
         parts: int = 1,
         ranges: Sequence[Ranges] | None = None,
+        gather_weight: bool = False,
         sum_input: bool = True,
         **torchs: Placement | bool | None,
     ) -> None:
         super().__init__(**cast(Any, torchs))
-        self.parts, self.ranges, self.sum_input = parts, ranges, sum_input
+        self.parts, self.ranges, self.gather_weight, self.sum_input = parts, ranges, gather_weight, sum_input
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         _, height = features(module)
@@ -189,7 +191,7 @@ class FusedColwiseParallel(ColwiseParallel):
         shape: tuple[int, ...] | None = None
         dim: int | None = 1 if transposed else 0
         bias_dim: int | None = 0
-        if self.ranges is not None:
+        if self.ranges is not None and not (self.gather_weight and outer % device_mesh.size() == 0):
             dim = bias_dim = None
         elif self.parts > 1:
             packed = (self.parts, outer // self.parts)
