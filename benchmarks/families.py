@@ -216,7 +216,7 @@ def trial(family: str, modes: Sequence[str]) -> dict[str, tuple[str, str]]:
         model = tiny(family)
         try:
             mesh = mesh_of(1, 1, cp=2) if mode == "cp" else tensor_mesh()
-            parallelize(model, mesh, sequence_parallel=mode != "whole")
+            parallelize(model, mesh, sequence_parallel=mode.startswith("tp"))
             with exact(reference):  # not the model's loss, which is tpfuse's
                 found = _evaluate(model)
         except ValueError as error:

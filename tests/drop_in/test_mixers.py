@@ -40,6 +40,8 @@ def test_mixers_are_divided_by_their_heads() -> None:
 def test_a_mixer_whose_heads_the_ranks_do_not_divide_is_kept_and_named() -> None:
     kept = _kept(decoder("nemotron_h", mamba_num_heads=6), 4)
     assert kept == {"24 features of 6 heads cannot be divided among 4 ranks: expected tp 1, 2, 3, 6"}
+    kept = _kept(decoder("qwen3_next", linear_num_key_heads=6), 4)
+    assert kept == {"72 features of 6 heads cannot be divided among 4 ranks: expected tp 1, 2, 3, 6"}
     mixer = decoder("nemotron_h").model.layers[0].mixer
     mixer.n_groups = 5
     with pytest.raises(NotImplementedError, match="12 heads and 5 groups of them do not fit its convolution of 64"):

@@ -160,7 +160,9 @@ def exact(*models: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)))
         stack.enter_context(mock.patch.object(Tensor, "float", _exact_float))
-        stack.enter_context(mock.patch.object(Tensor, "to", partialmethod(_exact_to, Tensor.to)))
+        for name in ("to", "type"):
+            as_other = partialmethod(_as_other, getattr(Tensor, name))
+            stack.enter_context(mock.patch.object(Tensor, name, as_other))
         for model in models:
             stack.enter_context(mock.patch.object(model, "_loss_function", exact_loss, create=True))
         yield
@@ -170,7 +172,7 @@ def _exact_float(x: Tensor) -> Tensor:
     return x.to(torch.float32)
 
 
-def _exact_to(x: Tensor, own: Any, *args: Any, **options: Any) -> Tensor:
+def _as_other(x: Tensor, own: Any, *args: Any, **options: Any) -> Tensor:
     narrower = torch.float32 in (*args[:1], options.get("dtype")) and x.dtype is torch.float64
     return x if narrower else own(x, *args, **options)
 

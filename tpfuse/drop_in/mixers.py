@@ -20,13 +20,15 @@ Sections = tuple[tuple[int, int], ...]
 class Mixer:
     """Where the heads of a mixer lie: in its linears and its convolution, in buffers, and as sizes in its attributes.
 
-    heads, size: their number, and the features of each that the projection out reads. outer, conv: the names of that
+    heads, size: their number, and the features of each that the projection out reads. units: the number that the ranks
+    must divide, of heads, or of key heads if each is packed with its values. outer, conv: the names of that
     projection and of the convolution. sections: by the names of the projections in, of the convolution, of buffers, and
     of attributes that are the number of such rows.
     """
 
     heads: int
     size: int
+    units: int
     outer: str
     conv: str
     sections: dict[str, Sections]
@@ -75,7 +77,7 @@ def mixer_of(module: nn.Module) -> Mixer | None:
     if shared < 1 or heads % shared or rows != channels or channels != module.get_submodule(conv).groups:
         raise NotImplementedError(f"{heads} heads and {shared} groups of them do not fit its convolution of {channels}")
     there = {name: x for name, x in sections.items() if name in children or name in sizes or name in module._buffers}
-    return Mixer(heads, size, outer, conv, there)
+    return Mixer(heads, size, shared if "in_proj_qkvz" in there else heads, outer, conv, there)
 
 
 def _of_delta_rule(shared: int, heads: int, key_size: int, size: int) -> dict[str, Sections]:

@@ -557,10 +557,10 @@ def _plan_mixer(
     plan: Recognised, path: str, module: nn.Module, mixer: Mixer, proof: Proof, length: SequenceLength | None
 ) -> None:
     ranks, (width, _) = proof.ranks, _linear(module, mixer.outer)
-    if mixer.heads % ranks or width != mixer.heads * mixer.size:
+    if mixer.units % ranks or width != mixer.heads * mixer.size:
         raise NotImplementedError(
-            f"{width} features of {mixer.heads} heads cannot be divided among {ranks} ranks: expected tp"
-            f" {splits(mixer.heads, max(ranks, 8))}"
+            f"{width} features of {mixer.units} heads cannot be divided among {ranks} ranks: expected tp"
+            f" {splits(mixer.units, max(ranks, 8))}"
         )
     attributes, buffers = dict[str, Any](), dict[str, tuple[int, list[Ranges]]]()
     for name, sections in mixer.sections.items():
