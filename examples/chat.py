@@ -3,7 +3,6 @@ import tempfile
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     DataCollatorForSeq2Seq,
     LlamaConfig,
@@ -12,7 +11,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from tpfuse.drop_in.trainer import ParallelTrainer
+from tpfuse import ParallelTrainer
 
 # A model of the hub has a tokenizer with a template; generation marks the assistant's tokens in it.
 TEMPLATE = (
@@ -46,14 +45,13 @@ arguments = TrainingArguments(
     f"{tempfile.gettempdir()}/tpfuse_chat", per_device_train_batch_size=4, max_steps=40, learning_rate=1e-2,
     save_strategy="no", disable_tqdm=True, use_cpu=True,
 )  # fmt: skip
-mesh = init_device_mesh(arguments.device.type, (1, arguments.world_size), mesh_dim_names=("dp", "tp"))
 torch.manual_seed(0)  # the same weights on all ranks
 config = LlamaConfig(
     vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
 )
 examples = [example(messages) for messages in chats]
 trainer = ParallelTrainer(
-    LlamaForCausalLM(config), arguments, DataCollatorForSeq2Seq(tokenizer), train_dataset=examples, mesh=mesh
+    LlamaForCausalLM(config), arguments, DataCollatorForSeq2Seq(tokenizer), train_dataset=examples, tp=2
 )
 trainer.train()
 asked = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True, return_dict=True, return_tensors="pt")

@@ -15,7 +15,7 @@ NAMES = {
     "tpfuse": """
         ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm GPT
         parallelize restore FusedColwiseParallel FusedRowwiseParallel FusedSequenceParallel FusedPrepareModuleInput
-        Pipeline ZeroOptimizer zero ring_attention SequenceLayout attention gemm all_gather_linear
+        ParallelTrainer Pipeline ZeroOptimizer zero ring_attention SequenceLayout attention gemm all_gather_linear
         linear_reduce_scatter linear_all_reduce linear_cross_entropy use autotune explain symmetric_memory explore
         profile PeerTimeout Disagreement
     """,

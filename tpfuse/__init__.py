@@ -32,6 +32,7 @@ _MODULES = {
     "FusedSequenceParallel": "tpfuse.drop_in.styles",
     "FusedPrepareModuleInput": "tpfuse.drop_in.styles",
     # training
+    "ParallelTrainer": "tpfuse.drop_in.trainer",
     "Pipeline": "tpfuse.parallel.pipeline.pipeline",
     "ZeroOptimizer": "tpfuse.zero.optimizer",
     "zero": "tpfuse.zero",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.drop_in.styles import FusedPrepareModuleInput as FusedPrepareModuleInput
     from tpfuse.drop_in.styles import FusedRowwiseParallel as FusedRowwiseParallel
     from tpfuse.drop_in.styles import FusedSequenceParallel as FusedSequenceParallel
+    from tpfuse.drop_in.trainer import ParallelTrainer as ParallelTrainer
     from tpfuse.layers.column_parallel_linear import ColumnParallelLinear as ColumnParallelLinear
     from tpfuse.layers.explain import explain as explain
     from tpfuse.layers.layer_norm import LayerNorm as LayerNorm

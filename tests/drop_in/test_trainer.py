@@ -88,20 +88,21 @@ def _torchrun() -> Any:
 
 def _trainer(folder: Path, layout: tuple[int, int, int], stage: int = 1, model: Any = None, **options: Any) -> Any:
     """Return a ParallelTrainer, which needs the environment of `_torchrun`. options: settings of the arguments too."""
-    from tpfuse.drop_in.trainer import ParallelTrainer
-
     dp, tp, cp = layout
     data = options.pop("data", _data())
-    own = {name: options.pop(name) for name in ("callbacks", "compute_metrics") if name in options}
-    return ParallelTrainer(
+    own = {name: options.pop(name) for name in ("callbacks", "compute_metrics", "tp", "cp", "mesh") if name in options}
+    where = {} if "tp" in own else {"mesh": mesh_of(dp, tp, cp)}
+    return tpfuse.ParallelTrainer(
         decoder(FAMILY, torch.float32) if model is None else model, _arguments(folder, dp, **options),
-        train_dataset=data, eval_dataset=_data()[:5], mesh=mesh_of(dp, tp, cp), zero_stage=stage, **own,
+        train_dataset=data, eval_dataset=_data()[:5], zero_stage=stage, **where | own,
     )  # fmt: skip
 
 
 def _parallel(folder: Path, layout: tuple[int, int, int], stage: int, resume: Path | None = None) -> dict[str, Any]:
     with _torchrun():
-        trainer = _trainer(folder, layout, stage, gradient_checkpointing=stage == 2)
+        trainer = _trainer(folder, layout, stage, gradient_checkpointing=stage == 2, tp=layout[1], cp=layout[2])
+        sizes = dict(zip(trainer.mesh.mesh_dim_names, trainer.mesh.shape, strict=True))
+        assert tuple(sizes.get(name, 1) for name in ("dp", "tp", "cp")) == layout
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return _result(trainer)
 
@@ -129,10 +130,8 @@ def test_it_trains_and_resumes_as_one_process(
 
 def _one_process(folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Return the result of a ParallelTrainer without a mesh in this process, which resumes from a checkpoint."""
-    from tpfuse.drop_in.trainer import ParallelTrainer
-
     data, model = _data(), decoder(FAMILY, torch.float32)
-    trainer = ParallelTrainer(model, _arguments(folder, 1), train_dataset=data, eval_dataset=data[:5])
+    trainer = tpfuse.ParallelTrainer(model, _arguments(folder, 1), train_dataset=data, eval_dataset=data[:5])
     trainer.train(resume_from_checkpoint=str(checkpoint))
     return _result(trainer)
 
@@ -279,6 +278,9 @@ def _refusals(folder: Path) -> list[str]:
 
     refused(lambda: Trainer(model, _arguments(folder, 1, eval_strategy="no")))
     Trainer(model, _arguments(folder, 1, eval_strategy="no", save_strategy="no"))
+    refused(lambda: _trainer(folder, (1, 2, 1), tp=1, cp=3))
+    refused(lambda: _trainer(folder, (1, 2, 1), tp=2, mesh=mesh_of(1, 2)))
+    refused(lambda: _trainer(folder, (1, 2, 1), model=model, tp=2))
     refused(lambda: _trainer(folder, (1, 2, 1), model=model))  # outside of torchrun
     with _torchrun():
         refused(lambda: Trainer(model, _arguments(folder, 1, save_strategy="no", eval_strategy="no")))
@@ -297,12 +299,18 @@ def _refusals(folder: Path) -> list[str]:
 def test_it_refuses_what_would_be_wrong(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{}")
     for messages in pool(2).run(_refusals, tmp_path):
-        plain, outside, batches, unsupported, loss, nothing, damaged, different = messages
-        way = "the model is parallelized: use tpfuse.drop_in.trainer.ParallelTrainer"
+        plain, *layouts, outside, batches, unsupported, loss, nothing, damaged, different = messages
+        way = "the model is parallelized: use tpfuse.ParallelTrainer"
         assert plain == (
             "save_strategy='steps': Trainer would write the checkpoints of all 2 ranks to the same files:"
             f' {way}, or save_strategy="no"'
         )
+        assert layouts == [
+            "ParallelTrainer: tp=1, cp=3 on 2 ranks: expected whole numbers whose product divides the ranks that"
+            " torchrun starts (--nproc-per-node)",
+            "ParallelTrainer: tp=2, cp=1 and a mesh: expected one of the two",
+            "ParallelTrainer: the model is parallelized: expected mesh=, that of tpfuse.parallelize",
+        ]
         assert batches == f"Trainer would give the 2 ranks different batches: {way}"
         assert outside.startswith(
             "accelerate sees 1 processes, and the mesh has 2 ranks: start the program by torchrun"

@@ -323,7 +323,7 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 def refuse_plain_trainers() -> None:
     """Let transformers' Trainer refuse parallelized models that it would train or save wrongly, when it is made.
 
-    It learns so by one of its default callbacks. `tpfuse.drop_in.trainer.ParallelTrainer` marks its models.
+    It learns so by one of its default callbacks. `tpfuse.ParallelTrainer` marks its models.
     """
     if importlib.util.find_spec("accelerate") is None:  # Trainer needs it
         return
@@ -336,7 +336,7 @@ def refuse_plain_trainers() -> None:
             """Raise ValueError for a parallelized model, unless each rank trains it on its own and saves no state."""
             if "replacements" not in model.__dict__ or "trained_by_all_ranks" in model.__dict__:
                 return
-            way = "the model is parallelized: use tpfuse.drop_in.trainer.ParallelTrainer"
+            way = "the model is parallelized: use tpfuse.ParallelTrainer"
             if args.world_size > 1:
                 raise ValueError(f"Trainer would give the {args.world_size} ranks different batches: {way}")
             if dist.is_initialized() and dist.get_world_size() > 1 and args.save_strategy != "no":

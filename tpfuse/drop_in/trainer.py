@@ -1,8 +1,6 @@
 """transformers' Trainer on a mesh of tensor-, context- and data-parallel ranks, with ZeRO.
 
-    arguments = TrainingArguments("run", per_device_train_batch_size=2)
-    mesh = init_device_mesh(arguments.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    ParallelTrainer(model, arguments, train_dataset=data, mesh=mesh, zero_stage=2).train()
+    ParallelTrainer(model, arguments, train_dataset=data, tp=2, zero_stage=2).train()
 
 Under torchrun it trains as Trainer does in one process whose batches are those of all data-parallel ranks together: the
 order of the samples, the loss, the gradient and its norm are the same. Ranks of tensor and context parallelism get the
@@ -26,7 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 from transformers import Trainer, TrainingArguments
 
@@ -34,7 +32,7 @@ from tpfuse.checkpoint.checkpoint import Checkpoint, CheckpointError, Shard, sav
 from tpfuse.comm import collectives
 from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.collectives.one_model import compare_inputs, share_generators
-from tpfuse.comm.mesh import default_group, groups_of, rank_and_size, shown
+from tpfuse.comm.mesh import build_mesh, default_group, groups_of, rank_and_size, shown
 from tpfuse.drop_in.huggingface import check_release, outermost, takes_labels
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.drop_in.structure import decoder_layers
@@ -54,10 +52,11 @@ _SWITCHES = (  # TrainingArguments that are refused
 class ParallelTrainer(Trainer):
     """transformers' Trainer for the ranks of a mesh, each of which makes one and calls its methods.
 
-    mesh: all ranks, with axes named among "dp", "cp" (or "ring" and "ulysses") and "tp", in this order. None: all
-    ranks are data-parallel. The model is parallelized along the other axes, unless it has been given to
-    `tpfuse.parallelize` before. zero_stage: 0 to 3, that of `tpfuse.ZeroOptimizer`, whose AdamW trains the model; stage
-    3 gathers the decoder's parameters layer by layer. All other arguments are those of Trainer.
+    tp, cp: the numbers of tensor- and context-parallel ranks, along which the model is parallelized here. All other
+    ranks that run are data-parallel. mesh: in their place, all ranks, with axes named among "dp", "cp" (or "ring" and
+    "ulysses") and "tp", in this order; a model that has been given to `tpfuse.parallelize` before needs its mesh.
+    zero_stage: 0 to 3, that of `tpfuse.ZeroOptimizer`, whose AdamW trains the model; stage 3 gathers the decoder's
+    parameters layer by layer. All other arguments are those of Trainer.
 
     per_device_train_batch_size is that of a data-parallel rank. Callbacks run on every rank, where
     state.is_world_process_zero tells the first, whose decisions (to stop, save, evaluate, log) and metrics all follow.
@@ -67,16 +66,15 @@ class ParallelTrainer(Trainer):
     """
 
     def __init__(
-        self, model: Any, args: Any, *rest: Any, mesh: DeviceMesh | None = None, zero_stage: int = 1, **options: Any
-    ) -> None:
+        self, model: Any, args: Any, *rest: Any, tp: int = 1, cp: int = 1, mesh: DeviceMesh | None = None,
+        zero_stage: int = 1, **options: Any,
+    ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module) or not isinstance(args, TrainingArguments):
             given = f"{shown(model)} and {shown(args)}"
             raise ValueError(f"ParallelTrainer got {given}: expected the model (no model_init) and TrainingArguments")
         check_release()
         device = args.device.type  # it starts the process group, if nobody has
-        if mesh is None and default_group() is not None:
-            mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        _check_mesh(mesh)
+        mesh = _mesh(model, device, tp, cp) if mesh is None else _checked(mesh, tp, cp)
         names = () if mesh is None else mesh.mesh_dim_names or ()
         self.mesh, self.zero_stage = mesh, zero_stage
         self._model_meshes = [mesh[name] for name in _MODEL_AXES if mesh is not None and name in names]
@@ -429,14 +427,28 @@ class ParallelTrainer(Trainer):
             share_generators(groups_of(mesh), mesh.device_type)
 
 
-def _check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raise ValueError unless the mesh has all ranks, along axes with the names that ParallelTrainer knows."""
-    if mesh is None:
-        return
+def _mesh(model: nn.Module, device: str, tp: int, cp: int) -> DeviceMesh | None:
+    """Return the mesh of all ranks, as many models of tp x cp ranks as there are; None for one rank."""
+    _, world = rank_and_size(default_group())
+    if world > 1 and "replacements" in model.__dict__:
+        raise ValueError("ParallelTrainer: the model is parallelized: expected mesh=, that of tpfuse.parallelize")
+    if not all(isinstance(size, int) and size > 0 for size in (tp, cp)) or world % (tp * cp):
+        raise ValueError(
+            f"ParallelTrainer: tp={shown(tp)}, cp={shown(cp)} on {world} ranks: expected whole numbers whose product"
+            " divides the ranks that torchrun starts (--nproc-per-node)"
+        )
+    return build_mesh(device, dp=world // (tp * cp), tp=tp, cp=cp) if world > 1 else None
+
+
+def _checked(mesh: DeviceMesh, tp: int, cp: int) -> DeviceMesh:
+    """Return the mesh. Raise ValueError unless it alone has all ranks, along axes that ParallelTrainer knows."""
+    if (tp, cp) != (1, 1):
+        raise ValueError(f"ParallelTrainer: tp={shown(tp)}, cp={shown(cp)} and a mesh: expected one of the two")
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"ParallelTrainer: mesh is {shown(mesh)}: expected a DeviceMesh, or None for data parallelism")
+        raise ValueError(f"ParallelTrainer: mesh is {shown(mesh)}: expected a DeviceMesh, or tp and cp in its place")
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= {"dp", *_MODEL_AXES}:
         raise ValueError(f"ParallelTrainer: mesh has the axes {names}: expected names among dp, cp, ring, ulysses, tp")
     if sorted(mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
         raise ValueError(f"ParallelTrainer: mesh has {mesh.size()} of {dist.get_world_size()} ranks: expected all")
+    return mesh
