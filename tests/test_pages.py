@@ -85,6 +85,7 @@ def _missing(page: Path) -> Iterator[str]:
         "--help-all",
         "--version",
     }
+    known |= {"--override.imports", "--parallelism.tensor_parallel_degree"}  # torchtitan's
     commands = re.findall(r"(?:`|^)tpfuse \w+ [^`\n#]*", text, re.M)
     for flag in re.findall(r"--[a-z][\w-]*\.[\w-]+", text) + re.findall(r"--[\w.-]+", " ".join(commands)):
         if flag.replace(".no-", ".") not in known:
