@@ -194,12 +194,12 @@ def test_layouts_drawn_by_a_seed_have_the_same_bits(seed: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
-def test_models_of_transformers_have_the_same_bits(family: str) -> None:
-    config = decoder_config(family, num_hidden_layers=4)
-    expected = bits(options(), "auto", config)
+@pytest.mark.parametrize(("family", "optimizer"), [("llama", "adamw"), ("qwen3", "adamw"), ("mixtral", "muon")])
+def test_models_of_transformers_have_the_same_bits(family: str, optimizer: str) -> None:
+    config, kind = decoder_config(family, num_hidden_layers=4), {"optim": {"name": optimizer}}
+    expected = bits(options(**kind), "auto", config)
     for layout in ({"dp": 2, "stage": 1}, {"dp": 4, "stage": 3}, {"pp": 2, "dp": 2, "stage": 2}, {"pp": 2, "stage": 1}):
-        assert differing(bits(options(**layout), "auto", config), expected) == [], layout
+        assert differing(bits(options(**kind, **layout), "auto", config), expected) == [], layout
 
 
 @pytest.mark.parametrize(("family", "settings"), [("llama_tied", {}), ("llama", {"attention_dropout": 0.1})])

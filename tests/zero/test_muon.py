@@ -19,6 +19,7 @@ from tests.zero.zero_training import (
     STEPS,
     Layout,
     TorchsMuon,
+    ToyExperts,
     engine_of,
     gpt,
     matrices_and_others,
@@ -77,12 +78,12 @@ def test_constants_are_those_of_torch_and_the_original_rate_grows_with_the_featu
     theirs = inspect.signature(torch.optim.Muon).parameters
     for name in ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps"):
         assert getattr(MuonOptions(), name) == theirs[name].default, name
-    tall, original = HiddenMatrix("tall", (16, 4), (), False, None), MuonOptions(adjust_lr_fn="original")
+    tall, original = HiddenMatrix("tall", (16, 4), (), False, ()), MuonOptions(adjust_lr_fn="original")
     assert original.scale(tall) == 2 and original.scale(replace(tall, transposed=True)) == 1
 
 
 def test_the_owner_of_equal_matrices_has_the_largest_part_of_its_own() -> None:
-    matrices, whole = [HiddenMatrix(name, (4, 4), (), False, None) for name in "ab"], ((0, 4), (0, 4))
+    matrices, whole = [HiddenMatrix(name, (4, 4), (), False, ()) for name in "ab"], ((0, 4), (0, 4))
     assert _owners(matrices, [[(1, whole)], [(0, whole)]]) == [1, 0]
 
 
@@ -161,7 +162,7 @@ def test_own_loops_say_which_matrices_muon_updates() -> None:
 
 
 def rows_of(family: str) -> dict[str, list[Tensor]]:
-    """Return the matrices of the first layer, by the names of their parameters."""
+    """Return the matrices, by the names of their parameters."""
     model = decoder(family)
     named, found = hidden_matrices(model), dict[str, list[Tensor]]()
     for matrix in matrices_of(model, named):
@@ -170,7 +171,7 @@ def rows_of(family: str) -> dict[str, list[Tensor]]:
         for index, inside in matrix.parts([(0, size) for size in parameter.shape]):
             whole[tuple(slice(*bounds) for bounds in inside)] = parameter[index]
         found.setdefault(matrix.name, []).append(whole)
-    return {name: parts for name, parts in found.items() if ".0." in name}
+    return found
 
 
 def test_packed_projections_are_matrices_of_their_own() -> None:
@@ -187,10 +188,16 @@ def test_packed_projections_are_matrices_of_their_own() -> None:
         for ours, theirs in zip(found, parts, strict=True):
             assert torch.equal(ours if family != "gpt2" else ours.T, theirs.reshape(-1, width))
     assert [x.shape for x in rows_of("phi3")["model.layers.0.mlp.gate_up_proj.weight"]] == [(96, 48)] * 2
+    for family, path, dim in ("mixtral", "model.layers.0.mlp.experts", 0), ("llama4", EXPERTS, 1):
+        found, experts = rows_of(family), decoder(family).get_submodule(path)
+        parts = [part for each in experts.gate_up_proj.detach() for part in each.chunk(2, dim)]
+        for kind, expected in {"gate_up_proj": parts, "down_proj": list(experts.down_proj.detach())}.items():
+            torch.testing.assert_close(found[f"{path}.{kind}"], expected, rtol=0, atol=0)
     assert [x.shape for x in rows_of("moshi")["model.layers.0.mlp.fc1.weight"]] == [(48, 48)] * 2
     assert all(len(parts) == 1 for parts in rows_of("llama").values())
 
 
+EXPERTS = "model.layers.1.feed_forward.experts"
 ATTENTION = {
     "gpt2": "transformer.h.0.attn",
     "phi3_shared": "model.layers.0.self_attn",
@@ -201,7 +208,7 @@ ATTENTION = {
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("mixtral", r"cannot tell what model.layers.0.mlp.experts.gate_up_proj \[4, 192, 48\] is"),
+        ("gpt_oss", r"cannot tell what matrices model.layers.0.mlp.experts.gate_up_proj \[4, 48, 192\] packs"),
         ("bigcode_heads", r"cannot tell what matrices transformer.h.0.attn.c_attn \[144, 48\] packs"),
         ("falcon", "cannot tell what matrices .*query_key_value .* packs"),
     ],
@@ -209,6 +216,19 @@ ATTENTION = {
 def test_what_cannot_be_told_is_refused(family: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hidden_matrices(decoder(family))
+
+
+def test_tensors_of_three_dimensions_are_stacks_if_their_module_says_how_they_are_stored() -> None:
+    assert set(hidden_matrices(nn.ModuleList([nn.Conv1d(4, 8, 3, groups=4), ToyExperts()]))) == {
+        "1.up_proj", "1.down_proj",
+    }  # fmt: skip
+    for module, name in (nn.Conv1d(4, 8, 3), "weight"), (nn.ParameterDict({"up_proj": torch.ones(8, 4, 3)}), "up_proj"):
+        with pytest.raises(ValueError, match=rf"cannot tell what 0.{name} \[8, 4, 3\] is"):
+            hidden_matrices(nn.ModuleList([module]))
+    with pytest.raises(ValueError, match=r"0.weight \[8, 4, 3\] is no matrix"):
+        matrices_of(nn.Sequential(nn.Conv1d(4, 8, 3)), {"0.weight": 1})
+    cut = matrices_of(nn.ModuleList([ToyExperts()]), {"0.up_proj": 2})
+    assert [matrix.shape for matrix in cut] == [(2, 5)] * 6
 
 
 def test_embeddings_heads_norms_biases_and_tied_matrices_are_not_muons() -> None:

@@ -35,16 +35,29 @@ SPARED = 2 if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else BATCH
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-1}
 
 
+class ToyExperts(nn.Module):
+    """Stacked experts, each of which computes all tokens."""
+
+    is_transposed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("eoi,...ei->...o", self.down_proj, torch.einsum("eoi,...i->...eo", self.up_proj, x).tanh())
+
+
 class ToyBlock(nn.Module):
     """A block of odd sizes; `spare` is used in even steps only, and there for the rows of one rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5)
-        self.spare = nn.Linear(5, 5)
+        self.spare, self.experts = nn.Linear(5, 5), ToyExperts()
 
     def forward(self, x: Tensor, rows: Tensor, step: int) -> Tensor:
-        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        x = x + self.down(torch.tanh(self.up(self.norm(x)))) + self.experts(x)
         wanted = (rows < SPARED) & (step % 2 == 0)
         if wanted.any():
             x = x + wanted.view(-1, 1, 1) * self.spare(x)
@@ -122,7 +135,7 @@ def torchs_adamw(parameters: Mapping[str, Tensor], lr: float = LR, **options: An
 
 
 class TorchsMuon:
-    """torch.optim.Muon for the matrices of these parameters, each by itself, also where a parameter packs several.
+    """torch.optim.Muon for the matrices of these parameters, each by itself, also where one packs or stacks several.
 
     Newton-Schulz computes float64 parameters in float64, and not in bfloat16 as torch does.
     """

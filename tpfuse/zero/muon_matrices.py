@@ -12,8 +12,14 @@ matrix, follows from the modules, and is the same in every layout of ranks:
 |                                          | of queries make k and v lower                                      |
 | query_key_value of GPT-NeoX and BLOOM    | q, k and v, each of rows from all heads                            |
 | gate_up_proj                             | gate and up                                                        |
+| gate_up_proj [experts, rows, columns]    | gate and up of each expert                                         |
+| gate_proj, up_proj, down_proj of three   | one for each expert                                                |
+| dimensions                               |                                                                    |
+| weight of a depthwise convolution        | none: its vectors, one for each channel, are AdamW's               |
 
-A parameter that is also used outside the blocks, or as an embedding, is AdamW's.
+Whether experts are stored as [experts, features in, features out], and gate and up alternately, is what transformers
+says in the attributes `is_transposed` and `is_concatenated` of their module. A parameter that is also used outside the
+blocks, or as an embedding, is AdamW's.
 """
 
 import re
@@ -24,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import Slices, model_device
@@ -35,6 +42,11 @@ Rows = tuple[tuple[int, int], ...]
 _PACKED = re.compile("qkv|query_key_value|c_attn|gate_up|in_proj")  # names of weights that pack several matrices
 _ADAPTERS = re.compile("base_layer|lora_[AB]|default")  # of PEFT's LoRA, between the name of a layer and its weight
 _HEAD_BY_HEAD = {"GPTNeoXAttention", "BloomAttention"}
+_STACKED = {"gate_up_proj", "gate_proj", "up_proj", "down_proj"}  # parameters of experts
+# The classes of experts without an attribute `is_transposed`, and what it would be.
+_EXPERTS = {
+    "Llama4TextExperts": True, "LongcatFlashExperts": False, "Step3p7Experts": False, "InklingSharedExperts": False,
+}  # fmt: skip
 _OTHERWISE = "in a loop of your own the argument `matrices` says it, or leaves it to AdamW"
 
 
@@ -53,7 +65,7 @@ class HiddenMatrix:
     shape: tuple[int, int]
     boxes: tuple[Box, ...]
     transposed: bool  # whether it is stored as [features in, features out]
-    packed_dim: int | None  # the dimension of the parameter that numbers packed matrices; None if it has two dimensions
+    numbering: tuple[int, ...]  # the dimensions of the parameter that number matrices: stacked ones, packed ones
 
     def parts(self, slices: Slices) -> Iterator[tuple[tuple[slice | int, ...], Slices]]:
         """Yield what a rectangle of the parameter has of the matrix: (index in the rectangle, slices of the matrix)."""
@@ -63,18 +75,18 @@ class HiddenMatrix:
                 continue
             index: list[slice | int] = [slice(a - low, b - low) for (a, b), (low, _) in zip(both, slices, strict=True)]
             inside = [(a - low, b - low) for (a, b), (low, _) in zip(both, box, strict=True)]
-            if self.packed_dim is not None:
-                index[self.packed_dim] = both[self.packed_dim][0] - slices[self.packed_dim][0]
-                del inside[self.packed_dim]
+            for dim in reversed(self.numbering):
+                index[dim] = both[dim][0] - slices[dim][0]
+                del inside[dim]
             yield tuple(index), tuple((a + start, b + start) for (a, b), start in zip(inside, at, strict=True))
 
 
 def block_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
     """Return the parameters of a model that hold the matrices of its blocks, by name, with the rows of each matrix.
 
-    The blocks are the modules in an nn.ModuleList. Frozen parameters are left out. Raise ValueError for a parameter of
-    a block of which Muon cannot tell what matrices it holds: of more than two dimensions, such as the experts of a
-    mixture in one tensor, or packed in an order that is not known.
+    Experts that are stacked in a parameter have the same rows, which are given once. The blocks are the modules in an
+    nn.ModuleList. Frozen parameters are left out. Raise ValueError for a parameter of a block of which Muon cannot tell
+    what matrices it holds: of more than two dimensions but no experts, or packed in an order that is not known.
     """
     found: dict[str, tuple[Rows, ...]] = {}
     in_blocks = {path for path, _ in model.named_modules() if _in_blocks(model, path)}
@@ -90,9 +102,12 @@ def block_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
         if not hidden or parameter.ndim < 2 or not parameter.numel() or not parameter.requires_grad:
             continue
         module = model.get_submodule(path)
-        if kind != "weight" or parameter.ndim != 2 + (_parts(module) > 1):
+        if isinstance(module, _ConvNd) and module.groups == module.in_channels:
+            continue
+        experts = kind in _STACKED and parameter.ndim > 2 and _stored_transposed(module) is not None
+        if not experts and (kind != "weight" or parameter.ndim != 2 + (_parts(module) > 1)):
             raise ValueError(f"Muon cannot tell what {_described(name, parameter)} is; {_OTHERWISE}")
-        found[name] = _rows_of(model, path, module, parameter)
+        found[name] = _rows_of(model, name if experts else path, module, parameter)
     return found
 
 
@@ -123,15 +138,28 @@ def _parts(module: nn.Module) -> int:
     return module.parts if isinstance(module, ColumnParallelLinear) else 1
 
 
+def _stored_transposed(experts: nn.Module) -> bool | None:
+    """Return whether stacked weights are [experts, features in, features out]; None if the module does not say it."""
+    known = (_EXPERTS[kind.__name__] for kind in type(experts).__mro__ if kind.__name__ in _EXPERTS)
+    stored: bool | None = getattr(experts, "is_transposed", next(known, None))
+    return stored
+
+
 def _is_transposed(module: nn.Module) -> bool:
     """Return whether a weight is [features in, features out], as in transformers' Conv1D."""
-    return bool(getattr(module, "transposed", False)) or type(module).__name__ == "Conv1D"
+    return bool(getattr(module, "transposed", _stored_transposed(module))) or type(module).__name__ == "Conv1D"
+
+
+def _is_stack(module: nn.Module, weight: Tensor) -> bool:
+    """Return whether the first dimension of a weight numbers matrices that are stacked, and does not pack them."""
+    return weight.ndim > 2 and _parts(module) == 1
 
 
 def _features(module: nn.Module, weight: Tensor) -> tuple[int, int]:
-    """Return (features in, features out) of a weight, which may have a dimension for packed matrices."""
-    features_in = weight.shape[0] if _is_transposed(module) else weight.shape[-1]
-    return features_in, weight.numel() // features_in
+    """Return (features in, features out) of a weight, which may have dimensions for stacked and packed matrices."""
+    sizes = weight.shape[_is_stack(module, weight) :]
+    features_in = sizes[0] if _is_transposed(module) else sizes[-1]
+    return features_in, sizes.numel() // features_in
 
 
 def _rows_of(model: nn.Module, path: str, module: nn.Module, weight: Tensor) -> tuple[Rows, ...]:
@@ -150,7 +178,7 @@ def _rows_of(model: nn.Module, path: str, module: nn.Module, weight: Tensor) -> 
         return _equal(2, features_out)  # a gate and the first product, as in Moshi
     if not _PACKED.search(names[-1]) or of_input:
         return (((0, features_out),),)
-    if names[-1] == "gate_up_proj" and features_out % 2 == 0:
+    if names[-1] == "gate_up_proj" and features_out % 2 == 0 and getattr(module, "is_concatenated", True):
         return _equal(2, features_out)
     size = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
     if names[-1] == "query_key_value" and _HEAD_BY_HEAD & {kind.__name__ for kind in type(parent).__mro__} and size:
@@ -176,8 +204,9 @@ def matrices_of(model: nn.Module, named: Mapping[str, int | Sequence[Rows]]) -> 
     """Return the matrices in these parameters of this rank's model.
 
     named: by the names of parameters, the rows of each matrix (`hidden_matrices`), or into how many matrices of equal
-    height the parameter is to be cut. Raise ValueError for a parameter that is frozen or no matrix, and
-    for rows that do not have each of its rows once.
+    height the parameter is to be cut. A parameter of three dimensions stacks matrices [features out, features in], each
+    of which is cut in this way. Raise ValueError for a parameter that is frozen, or no matrix and no stack, and for
+    rows that do not have each of its rows once.
     """
     found: list[HiddenMatrix] = []
     parameters = dict(model.named_parameters())
@@ -190,11 +219,13 @@ def matrices_of(model: nn.Module, named: Mapping[str, int | Sequence[Rows]]) -> 
         if parameter is None or not parameter.requires_grad:
             raise ValueError(f"matrices: {shown(name)} is no parameter that the model trains")
         module = model.get_submodule(name.rpartition(".")[0])
-        packs = _parts(module) > 1 and parameter.ndim == 3
-        if parameter.ndim != 2 + packs or not parameter.numel():
+        stacked = _is_stack(module, parameter)
+        # Converted experts have a dimension of packed matrices, as linears have.
+        packs = parameter.ndim == 4 and _stored_transposed(module) is not None if stacked else parameter.ndim == 3
+        if parameter.ndim != 2 + stacked + packs or not parameter.numel() or isinstance(module, _ConvNd):
             raise ValueError(f"matrices: {_described(name, parameter)} is no matrix, which Muon needs")
         transposed, (_, features_out) = _is_transposed(module), _features(module, parameter)
-        if packs and packed == 1:
+        if packs and not stacked and packed == 1:
             packed = _parts(module)
         if isinstance(packed, int) and packed > 0 and features_out % packed == 0:
             packed = _equal(packed, features_out)
@@ -205,12 +236,20 @@ def matrices_of(model: nn.Module, named: Mapping[str, int | Sequence[Rows]]) -> 
                 f" its {features_out} rows, or all of them once"
             )
         assert not isinstance(packed, int)
-        found += [_matrix(name, tuple(parameter.shape), rows, transposed, packs) for rows in packed]
+        places = [((at, at + 1),) for at in range(parameter.shape[0])] if stacked else [()]
+        shape = tuple(parameter.shape)[stacked:]
+        found += [_matrix(name, place, shape, rows, transposed, packs) for place in places for rows in packed]
     return found
 
 
-def _matrix(name: str, shape: tuple[int, ...], rows: Rows, transposed: bool, packs: bool) -> HiddenMatrix:
-    """Return the matrix of some rows of a parameter. packs: whether it has the dimension of parts before its rows."""
+def _matrix(
+    name: str, place: Slices, shape: tuple[int, ...], rows: Rows, transposed: bool, packs: bool
+) -> HiddenMatrix:
+    """Return the matrix of some rows of a parameter, or of those at one place of a stack.
+
+    place: slices of the dimension that numbers the stack, () for none. shape: the other dimensions. packs: whether
+    these have one of parts before the rows.
+    """
     dim = 1 if transposed else 0  # the first of the dimensions that number the rows
     height, boxes, end = shape[dim + packs], list[Box](), 0
     for start, stop in rows:
@@ -220,7 +259,8 @@ def _matrix(name: str, shape: tuple[int, ...], rows: Rows, transposed: bool, pac
             slices[dim + packs] = first - part * height, last - part * height
             if packs:
                 slices[dim] = part, part + 1
-            boxes.append(Box(tuple(slices), (0, end) if transposed else (end, 0)))
+            boxes.append(Box((*place, *slices), (0, end) if transposed else (end, 0)))
             end += last - first
     whole = (shape[0], end) if transposed else (end, shape[-1])
-    return HiddenMatrix(name, whole, tuple(boxes), transposed, dim if packs else None)
+    numbering = (*range(len(place)), *[len(place) + dim] * packs)
+    return HiddenMatrix(name, whole, tuple(boxes), transposed, numbering)

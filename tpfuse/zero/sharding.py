@@ -105,7 +105,8 @@ def shard(
     (`tpfuse.zero.compression`). It compresses the sum of a step, so gradients accumulate whole.
 
     matrices: the parameters that Muon updates, as `tpfuse.zero.hidden_matrices` returns them; a number instead of rows
-    says how many matrices of equal height a parameter packs. AdamW updates all others, and without this argument all.
+    says how many matrices of equal height a parameter packs; one of three dimensions stacks such weights. AdamW updates
+    all others, and without this argument all.
 
     offload: the place of what the update alone uses, float32 masters and moments (`tpfuse.zero.offload`): "none" (the
     parameters' device), "host" (the host's memory) or a folder on a local disk. At stage 3 the shards are the masters;
