@@ -437,7 +437,7 @@ def test_models_of_transformers_are_counted_without_memory(family: str, tp: int)
 
 def test_models_that_need_values_are_neither_counted_nor_planned() -> None:
     config = DecoderConfig.of(decoder("falcon").config.to_dict(), n_positions=20)
-    sizes = dataclasses.replace(sizes_of("falcon", config, "bfloat16"), other_weights=0)
+    sizes = dataclasses.replace(sizes_of("falcon", config, "bfloat16"), other_matrices=())
     assert sizes.kept == (0, 0) and uncounted(sizes, TPFUSE) == "models whose forward pass depends on values"
     with pytest.raises(UserError, match="falcon: its forward pass depends on values: tpfuse plan does not know"):
         check_timed_model(sizes)

@@ -13,6 +13,7 @@ from tpfuse.train.check_options import with_layout
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import memory_of
 from tpfuse.train.model_options import model_config
+from tpfuse.zero.muon_matrices import block_matrices
 
 KINDS = ["parameters", "gradients", "optimizer", "buffers", "activations", "workspace", "total"]
 LLAMA = (
@@ -141,6 +142,12 @@ def test_blocks_without_an_mlp(tmp_path: Path, commands: Commands) -> None:
     assert f"{parameters:,} parameters" in out
     assert "Activations of blocks without an MLP, such as mixtures of experts, are not counted." in out
     assert parameters <= _table(out)["parameters"][0] <= 1.02 * parameters + 2**10, "half of them, of two bytes"
+    (file := tmp_path / "muon.toml").write_text(
+        f'[model]\nfrom = "{tmp_path}"\n[train]\ndtype = "float32"\n[optim]\nname = "muon"\n'
+    )
+    held = 8 * parameters - 4 * sum(model.get_parameter(name).numel() for name in block_matrices(model))
+    for stage, bytes_of in enumerate(_table(commands.do("memory", file))["optimizer"]):
+        assert held <= bytes_of <= 1.02 * held, f"stage {stage}: one moment of experts too"
 
 
 def test_layers_that_tensor_parallel_ranks_do_not_share_are_refused(tmp_path: Path, commands: Commands) -> None:

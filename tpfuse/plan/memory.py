@@ -40,7 +40,7 @@ class RankMemory:
 
 def uncounted(sizes: ModelSizes, program: TrainingProgram) -> str:
     """Return the models whose activations the formula does not know, if this is one of them; otherwise ""."""
-    if sizes.other_weights:
+    if sizes.other_matrices:
         return "blocks without an MLP, such as mixtures of experts,"
     if not all(sizes.kept):
         return "models whose forward pass depends on values"

@@ -40,9 +40,9 @@ class ModelSizes:
     dropout: bool = False
     # The elements of a block's norms beside its two norms of `width` features, such as those of queries and keys.
     more_norms: int = 0
-    # The elements of the matrices that a block has in the place of an MLP, those of experts, of which each
-    # tensor-parallel rank has an equal part; 0 if it has an MLP.
-    other_weights: int = 0
+    # The rows and columns of the matrices that a block has in the place of an MLP, such as those of experts, of which
+    # each tensor-parallel rank has an equal part; () if it has an MLP.
+    other_matrices: tuple[tuple[int, int], ...] = ()
     # Whether the model is the GPT of `tpfuse.models`, whose loss never has all logits in memory.
     is_gpt: bool = False
     # The bytes that autograd keeps of a token in a block of transformers, as it is and with tpfuse's norms and dropout,
@@ -61,14 +61,14 @@ class ModelSizes:
     @property
     def block_weights(self) -> int:
         """Return the number of elements in a block's matrices."""
-        return self.other_weights + sum(rows * columns for rows, columns in self.block_matrices)
+        return sum(rows * columns for rows, columns in self.block_matrices)
 
     @property
     def block_matrices(self) -> tuple[tuple[int, int], ...]:
         """Return the features out and in of each linear layer of a block; packed ones are several."""
         query, key, inner, width = self.heads * self.head_size, self.kv_heads * self.head_size, self.inner, self.width
         attention = (query, width), (key, width), (key, width), (width, query)
-        return attention if self.other_weights else (*attention, *[(inner, width)] * (1 + self.gated), (width, inner))
+        return (*attention, *(self.other_matrices or ((inner, width),) * (1 + self.gated) + ((width, inner),)))
 
     @property
     def table_parameters(self) -> int:

@@ -211,8 +211,8 @@ def _block(sizes: ModelSizes, tp: int, sequence_parallel: bool) -> Iterator[tupl
     yield from norm
     if sizes.more_norms:
         yield norm[0][0], (sizes.more_norms,)
-    if sizes.other_weights:
-        yield "sharded", (-(-sizes.other_weights // tp),)
+    if sizes.other_matrices:
+        yield "sharded", (-(-sum(map(math.prod, sizes.other_matrices)) // tp), 1)
         return
     for _ in range(1 + sizes.gated):
         yield from _linear(sizes, "sharded", (inner, width), (inner,))

@@ -62,7 +62,9 @@ def sizes_of_decoder(name: str, config: DecoderConfig, dtype: str) -> ModelSizes
     )  # fmt: skip
     dense = [replace(plain, inner=size) for size in inner if size] + [plain]
     attention = replace(plain, inner=0).block_weights
-    others = [replace(plain, other_weights=weights - attention)] if weights > attention else []
+    stacked = tuple(shape[1:] for shape in block if len(shape) == 3 for _ in range(shape[0]))  # gate and up as one
+    rest = weights - attention - sum(map(prod, stacked))
+    others = [replace(plain, other_matrices=(*stacked, (rest, 1)))] if rest > 0 else []
     for sizes in (*(replace(each, gated=gated) for each in dense for gated in (False, True)), *others):
         if sizes.block_weights == weights:
             extra = {biases: parameters - replace(sizes, biases=biases).block_parameters for biases in (False, True)}

@@ -98,7 +98,7 @@ def check_timed_model(sizes: ModelSizes) -> None:
         raise UserError(
             f"{sizes.name}: its forward pass depends on values: tpfuse plan does not know the memory of its activations"
         )
-    if sizes.other_weights:
+    if sizes.other_matrices:
         raise UserError(
             f"{sizes.name}: a block is not attention with an MLP: tpfuse plan does not know the times of mixtures of"
             " experts and other blocks; `tpfuse memory` counts their parameters"
