@@ -62,7 +62,8 @@ def sizes_of_decoder(name: str, config: DecoderConfig, dtype: str) -> ModelSizes
     )  # fmt: skip
     dense = [replace(plain, inner=size) for size in inner if size] + [plain]
     attention = replace(plain, inner=0).block_weights
-    stacked = tuple(shape[1:] for shape in block if len(shape) == 3 for _ in range(shape[0]))  # gate and up as one
+    stacks = [shape for shape in block if len(shape) == 3]  # of experts, whose gate and up count as one matrix
+    stacked = tuple((rows, columns) for experts, rows, columns in stacks for _ in range(experts))
     rest = weights - attention - sum(map(prod, stacked))
     others = [replace(plain, other_matrices=(*stacked, (rest, 1)))] if rest > 0 else []
     for sizes in (*(replace(each, gated=gated) for each in dense for gated in (False, True)), *others):

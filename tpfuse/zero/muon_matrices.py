@@ -236,7 +236,7 @@ def matrices_of(model: nn.Module, named: Mapping[str, int | Sequence[Rows]]) -> 
                 f" its {features_out} rows, or all of them once"
             )
         assert not isinstance(packed, int)
-        places = [((at, at + 1),) for at in range(parameter.shape[0])] if stacked else [()]
+        places: list[Slices] = [((at, at + 1),) for at in range(parameter.shape[0])] if stacked else [()]
         shape = tuple(parameter.shape)[stacked:]
         found += [_matrix(name, place, shape, rows, transposed, packs) for place in places for rows in packed]
     return found
