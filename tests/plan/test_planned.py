@@ -83,6 +83,11 @@ def test_a_file_of_a_run_gives_its_model_and_its_dtypes(tmp_path: Path) -> None:
             "block 2 of glm4_moe has other weights than block 0, as where only some blocks are mixtures of experts",
         ),
         (
+            '{"model_type": "falcon_h1", "num_hidden_layers": 1, "hidden_size": 64, "mamba_d_ssm": 64,'
+            ' "mamba_n_heads": 4, "mamba_d_head": 16, "num_attention_heads": 4, "num_key_value_heads": 4}',
+            "the blocks of falcon_h1 have convolutions and recurrences: tpfuse does not know the memory and times",
+        ),
+        (
             '{"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 8,'
             ' "vocab_size": 512, "num_attention_heads": 4, "max_position_embeddings": 64}',
             "opt has 76,416 parameters, and 104,064 if it had nothing but equal blocks, a norm, embeddings and a head",

@@ -34,10 +34,12 @@ def sizes_of_decoder(name: str, config: DecoderConfig, dtype: str) -> ModelSizes
     """
     model = config.empty(torch.float32)
     theirs: Any = model.config
-    if has_latents(model):
+    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    if convolves or has_latents(model):
+        held = "convolutions and recurrences" if convolves else "latents, which each rank computes whole"
         raise UserError(
-            f"{name}: the attention of {theirs.model_type} has latents, which each tensor-parallel rank computes whole:"
-            " tpfuse does not know the memory and times of such blocks"
+            f"{name}: the blocks of {theirs.model_type} have {held}: tpfuse does not know the memory and times of such"
+            " blocks"
         )
     block, *following = ([tuple(each.shape) for each in module.parameters()] for module in decoder_layers(model))
     for number, other in enumerate(following, 1):
