@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import spmd_types as spmd
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,7 +90,8 @@ class GatheringFusedQKVLinear(OnTensorParallelRanks, FusedQKVLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values [B, T, this rank's heads, head_dim] for x [B, T / ranks, dim]."""
         (out,) = self.gathered(x, self.wqkv)
-        parts = out.unflatten(-1, (-1, self.r_dim, self.head_dim)).split([self.heads_per_kv, 1, 1], dim=-2)
+        heads = out.view(*out.shape[:-1], -1, self.r_dim, self.head_dim)
+        parts = torch.split(heads, [self.heads_per_kv, 1, 1], dim=-2)
         return tuple(part.flatten(2, 3).contiguous() for part in parts)
 
 
@@ -103,7 +105,9 @@ class GatheringQKVLinear(OnTensorParallelRanks, QKVLinear):
     @spmd.no_typecheck(out_types=(dense_activation_placement(tp=spmd.S(2)).axis_types,) * 3)
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values [B, T, this rank's heads, head_dim] for x [B, T / ranks, dim]."""
-        return tuple(out.unflatten(-1, (-1, self.head_dim)) for out in self.gathered(x, self.wq, self.wk, self.wv))
+        return tuple(
+            out.view(*out.shape[:-1], -1, self.head_dim) for out in self.gathered(x, self.wq, self.wk, self.wv)
+        )
 
 
 class GatheringFeedForward(OnTensorParallelRanks, FeedForward):
@@ -181,7 +185,8 @@ def _take_columns(name: str, config: Any, parent: Any, field: Any) -> dict[str, 
     if gathering is None or not fits or config.sharding_config != gather:
         return {}
     config.sharding_config = ShardingConfig(in_src_shardings=shard)
-    _put(*((config, inner) if inner else (parent, field)), derive(holder, gathering))
+    where, at = (config, inner) if inner else (parent, field)
+    _put(where, at, derive(holder, gathering))
     return {".".join(filter(None, (name, inner, each))): "all_gather_linear" for each in fields}
 
 

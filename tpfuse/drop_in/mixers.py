@@ -7,6 +7,7 @@ names, the proof decides.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -54,12 +55,12 @@ def mixer_of(module: nn.Module) -> Mixer | None:
 
     Raise NotImplementedError if its sizes contradict each other.
     """
-    children = dict(module.named_children())
+    children: dict[str, Any] = dict(module.named_children())
     conv = next((name for name, child in children.items() if isinstance(child, nn.Conv1d)), None)
-    outer = next((name for name in ("out_proj", "o_proj") if isinstance(children.get(name), nn.Module)), None)
+    outer = next((name for name in ("out_proj", "o_proj") if name in children), None)
     if conv is None or outer is None:
         return None
-    channels = module.get_submodule(conv).in_channels
+    channels: int = children[conv].in_channels
     sizes = {name: x for name, x in vars(module).items() if type(x) is int}
     if {"num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"} <= sizes.keys():
         (shared, heads), size = (sizes["num_k_heads"], sizes["num_v_heads"]), sizes["head_v_dim"]
@@ -67,14 +68,14 @@ def mixer_of(module: nn.Module) -> Mixer | None:
     elif {"num_heads", "head_dim", "n_groups", "ssm_state_size"} <= sizes.keys():
         shared, heads, size = sizes["n_groups"], sizes["num_heads"], sizes["head_dim"]
         sections = _of_state_space(shared, heads, size, sizes["ssm_state_size"])
-    elif isinstance(children.get("in_proj"), nn.Module):
+    elif "in_proj" in children:
         shared, heads, size = channels, channels, 1
         packed = getattr(children["in_proj"], "out_features", channels) // channels
         sections = {"in_proj": ((channels, 1),) * packed, conv: ((channels, 1),)}
     else:
         return None
-    rows = sum(heads * size for heads, size in sections[conv])
-    if shared < 1 or heads % shared or rows != channels or channels != module.get_submodule(conv).groups:
+    rows = sum(heads * size for heads, size in sections.get(conv, ()))
+    if shared < 1 or heads % shared or rows != channels or channels != children[conv].groups:
         raise NotImplementedError(f"{heads} heads and {shared} groups of them do not fit its convolution of {channels}")
     there = {name: x for name, x in sections.items() if name in children or name in sizes or name in module._buffers}
     return Mixer(heads, size, shared if "in_proj_qkvz" in there else heads, outer, conv, there)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tpfuse.drop_in.converted import Ranges
 from tpfuse.drop_in.experts import ExpertShards
 from tpfuse.drop_in.replicated import rms_norm_terms
 from tpfuse.drop_in.sketch import (
@@ -286,13 +287,13 @@ def _inside(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}.")
 
 
-def _rows(style: FusedColwiseParallel, height: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+def _rows(style: FusedColwiseParallel, height: int, rank: int, ranks: int) -> Ranges:
     """Return [start, stop) of the output features that a rank has of a column-parallel layer."""
     if style.ranges is not None:
-        return list(style.ranges[rank])
+        return style.ranges[rank]
     rows = height // style.parts
     share = -(-rows // ranks)
-    return [(part * rows + rank * share, part * rows + (rank + 1) * share) for part in range(style.parts)]
+    return tuple((part * rows + rank * share, part * rows + (rank + 1) * share) for part in range(style.parts))
 
 
 def _invented(generator: torch.Generator, module: nn.Module, width: int | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -232,8 +232,8 @@ class PreparedInput:
             x = as_local(x, self.held, self.mesh)[0]
             if self.held is None:
                 return replicate(x, group)
-            whole = sequence_back(all_gather(sequence_first(x, self.held), group), self.held)
-            return whole if length is None else whole.narrow(self.held, 0, length)
+            x = sequence_back(all_gather(sequence_first(x, self.held), group), self.held)
+            return x if length is None else x.narrow(self.held, 0, length)
         linears = [module.get_submodule(name) for name in self.projections]
         fits = all(isinstance(linear, ConvertedColumnLinear) and not hooked(linear) for linear in linears)
         if not linears or not fits or hooked(module, self):  # hooks would see the stand-in
