@@ -98,6 +98,9 @@ def test_one_rank_trains_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) ->
             ("olmo2", _layout(1, 1, 1, 0), _layout(2, 1, 2, 2)),
             ("mixtral", _layout(2, 1, 1, 1), _layout(1, 1, 2, 3)),
             ("qwen2_moe", _layout(1, 2, 1, 0), _layout(2, 1, 1, 3, pp=2, accumulation=2)),
+            ("falcon_h1", _layout(2, 1, 1, 1), _layout(1, 1, 1, 1, pp=2, accumulation=2)),
+            ("qwen3_5", _layout(1, 1, 1, 0, pp=2, accumulation=2), _layout(2, 1, 2, 3)),
+            ("nemotron_h", _layout(2, 1, 1, 1), _layout(1, 1, 2, 2)),
         ),
     ],
 )

@@ -78,7 +78,8 @@ def configuration(settings: Mapping[str, Any]) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(f"model_type is {kind!r}: expected a model that transformers knows")
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(settings))
+        decoded = CONFIG_MAPPING[kind]._decode_special_floats(dict(settings))  # infinities, as from_pretrained does
+        return CONFIG_MAPPING[kind].from_dict(decoded)
     except Exception as error:  # each class checks its values in a way of its own
         raise ValueError(f"transformers refuses the configuration: {' '.join(str(error).split())[:200]}") from error
 

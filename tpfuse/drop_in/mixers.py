@@ -50,6 +50,14 @@ class Mixer:
         return tuple(rows)
 
 
+def is_mixer(module: nn.Module) -> bool:
+    """Return whether a module is a mixer, whose heads may or may not be found."""
+    try:
+        return mixer_of(module) is not None
+    except NotImplementedError:
+        return True
+
+
 def mixer_of(module: nn.Module) -> Mixer | None:
     """Return where the heads of a mixer lie; None for a module of another kind.
 

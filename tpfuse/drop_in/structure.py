@@ -1,6 +1,6 @@
 """The plan of `parallelize(plan="auto")`: recognises transformers by the structure of their modules.
 
-A decoder is a ModuleList of layers, one or more of them with an attention that is known, between an embedding and a
+A decoder is a ModuleList of layers, one or more with an attention or mixer that is known, between an embedding and a
 last norm, with or without a projection to the vocabulary. Attention and MLP are recognised by the names of their linear
 layers, which model families share (`_ATTENTION`, `_MLP`).
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.drop_in.converted import Ranges
 from tpfuse.drop_in.experts import IMPLEMENTATIONS, ExpertShards, expert_shards
-from tpfuse.drop_in.mixers import Mixer, Sections, mixer_of, served_heads
+from tpfuse.drop_in.mixers import Mixer, Sections, is_mixer, mixer_of, served_heads
 from tpfuse.drop_in.proof import Proof
 from tpfuse.drop_in.sequence_hooks import SequenceLength
 from tpfuse.drop_in.styles import (
@@ -61,7 +61,7 @@ _MLP = (
     (("dense_h_to_4h",), ("dense_4h_to_h",)),  # GPT-NeoX
 )
 LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "embedding_norm", "norm_f")
-TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
+TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "embeddings")
 _LENGTHS = ("position_ids",)  # arguments of attention whose last dimension is that of the whole sequence
 HEADS = ("lm_head", "embed_out")
 
@@ -189,7 +189,7 @@ def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, module in model.named_modules():
         for child, layers in module.named_children():
             if isinstance(layers, nn.ModuleList) and any(
-                _match(part, _ATTENTION) for layer in layers for _, part in _parts(layer)
+                _match(part, _ATTENTION) or is_mixer(part) for layer in layers for _, part in _parts(layer)
             ):
                 yield name, module, child
 
