@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.support.tiers import exhaustive
 from tpfuse.explore import (
     DeadlockError,
     Decided,
@@ -222,7 +221,8 @@ def explored(program: Program, merging: bool) -> Outcomes:
                 return Outcomes(False, ends, count)
 
 
-@pytest.mark.parametrize("first", [0, *exhaustive(*range(1000, 1008))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", [0, *range(1000, 1008)])
 def test_random_programs_have_the_outcomes_of_all_interleavings(first: int) -> None:
     """Without merging, the number of executions is that of the orders of dependent operations too."""
     count, faults, merged, classes = 40 if first == 0 else 250, 0, 0, 0
@@ -792,6 +792,7 @@ def explored_by_command(text: str, folder: Path, *arguments: str) -> subprocess.
     )
 
 
+@pytest.mark.processes
 def test_the_command_explores_a_file_and_shows_a_race_as_a_picture(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "examples" / "hand_over.py").read_text()
     right = explored_by_command(text, tmp_path)

@@ -54,6 +54,7 @@ def _check(*works: Work, version: str = HERE) -> None:
     assert {work: wrong for work, wrong in found.items() if wrong} == {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_values_are_those_of_float64_on_two_ranks() -> None:
     _check(("values", (*KEPT[:2], 64, *KEPT[3:]), 1), ("values", (*SUM[:2], 72, *SUM[3:]), 1))

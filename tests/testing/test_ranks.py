@@ -38,6 +38,7 @@ def _stopped(ranks: list[int]) -> bool:
     return all("(stopped)" in Path(f"/proc/{rank}/status").read_text() for rank in ranks)
 
 
+@pytest.mark.processes
 def test_ranks_at_rest_are_stopped_and_end_with_the_process_of_their_pool() -> None:
     program = "import tests.testing.test_ranks as t; print(*t.pool(2).run(t._process), flush=True); input()"
     command = [sys.executable, "-c", "import torch; torch.use_deterministic_algorithms(True); " + program]

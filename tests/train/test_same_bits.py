@@ -89,11 +89,9 @@ def on_one_rank(**given: Any) -> Bits:
     return _on_one_rank(repr(given))
 
 
-FIRST: list[dict[str, Any]] = [
-    {"dp": 2, "pp": 2, "stage": 1},
-    {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 3},
-]
+FIRST: dict[str, Any] = {"pp": 2, "pp_schedule": "zbv", "dp": 2, "stage": 3}
 MORE: list[dict[str, Any]] = [
+    {"dp": 2, "pp": 2, "stage": 1},
     *({"dp": dp, "stage": stage} for dp in (2, 4, 8) for stage in range(4)),
     *(
         {"pp": 2, "pp_schedule": schedule, "dp": dp, "stage": stage}
@@ -107,7 +105,7 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", [*FIRST, *exhaustive(*MORE)], ids=str)
+@pytest.mark.parametrize("layout", [FIRST, *exhaustive(*MORE)], ids=str)
 def test_every_layout_gives_the_same_bits(layout: dict[str, Any]) -> None:
     layout = dict(layout)
     name = layout.pop("name", "auto")
