@@ -87,9 +87,11 @@ def repeat_bits() -> None:
     """Let products and updates round alike in every process on such a CPU: by one thread, whatever the addresses.
 
     Several threads would cut a tensor where its size says. MKL reads the variable before its first product (Intel's
-    "Conditional Numerical Reproducibility").
+    "Conditional Numerical Reproducibility"). A library that was linked with -ffast-math lets the thread that loads it
+    take denormal numbers for 0.
     """
     torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
     if (instructions := torch.backends.cpu.get_cpu_capability()) in ("AVX2", "AVX512"):
         os.environ.setdefault("MKL_CBWR", f"{instructions},STRICT")
 
