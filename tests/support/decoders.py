@@ -115,7 +115,10 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_key_value_heads": 4, "head_dim": 4, "layers_block_type": ["mamba", "attention", "mlp"],
          "mamba_num_heads": 12, "mamba_head_dim": 4, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
     ),
-    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {"num_key_value_heads": 4, "layer_types": ["conv", "full_attention"]}),
+    "lfm2": (
+        "Lfm2ForCausalLM", "Lfm2Config",
+        {"num_key_value_heads": 4, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
     "moshi": ("MoshiForCausalLM", "MoshiConfig", {"num_key_value_heads": 4, "head_dim": 8, "ffn_dim": 96}),
     # Two attentions and MLPs in lists of each layer, beside experts.
     "longcat": (
