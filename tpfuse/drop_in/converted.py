@@ -34,6 +34,13 @@ _STATE = "state_dict of packed projections, which all ranks of the model call"
 Ranges = tuple[tuple[int, int], ...]
 
 
+def selected(x: Tensor, ranges: Ranges, dim: int = 0) -> Tensor:
+    """Return these entries [start, stop) of x along a dimension, one after another; a view of x if it is one range."""
+    before = (slice(None),) * (dim % x.ndim)
+    parts = [x[*before, start:stop] for start, stop in ranges]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
 class Converted(OnMesh):
     """The base of all converted modules, whose tensors have their original shapes in state dicts.
 
@@ -115,7 +122,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     def _selected(self, x: Tensor) -> Tensor:
         """Return this rank's ranges of a parameter, whose gradients are summed. x: all of it, or the rank's share."""
         x = replicate(x, self.group) if len(x) == self.out_features else all_gather(x, self.group)
-        return torch.cat([x[start:stop] for start, stop in self.ranges or ()])
+        return selected(x, self.ranges or ())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's features of the output, or (gather_output) all of them."""

@@ -68,7 +68,7 @@ class ExpertShards:
         }
 
     def used(self, shards: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """Return the parameters as the forward of a rank reads them. shards: in the shapes of `layouts`."""
+        """Return the parameters as the forward of a rank reads them. shards: in the shapes of `layout`."""
         used = {name: shards[name] * (rank == 0) for name in self.once}
         for name, dim, parts in self.sharded:
             used[name] = shards[name].flatten(dim, dim + 1) if parts > 1 else shards[name]

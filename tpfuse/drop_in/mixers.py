@@ -12,9 +12,7 @@ from typing import Any
 from torch import nn
 
 from tpfuse.drop_in.converted import Ranges
-
-# (heads, rows of each), one after another; the heads of a section may be fewer, each used by equally many of the others
-Sections = tuple[tuple[int, int], ...]
+from tpfuse.drop_in.heads import Sections, section_ranges
 
 
 @dataclass(frozen=True)
@@ -36,18 +34,7 @@ class Mixer:
 
     def ranges(self, name: str, ranks: int) -> list[Ranges]:
         """Return the rows [start, stop) of what has this name that each rank uses."""
-        return [self._rows(self.sections[name], rank, ranks) for rank in range(ranks)]
-
-    def _rows(self, sections: Sections, rank: int, ranks: int) -> Ranges:
-        rows, start = list[tuple[int, int]](), 0
-        for heads, size in sections:
-            for head in served_heads(self.heads, heads, rank, ranks):
-                first = start + head * size
-                if rows and rows[-1][1] == first:
-                    first = rows.pop()[0]
-                rows.append((first, start + (head + 1) * size))
-            start += heads * size
-        return tuple(rows)
+        return section_ranges(self.sections[name], self.heads, ranks)
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -111,23 +98,3 @@ def _of_state_space(groups: int, heads: int, size: int, state: int) -> dict[str,
         "conv1d": (inner, of_groups, of_groups), "conv_dim": (inner, of_groups, of_groups),
         "intermediate_size": (inner,), "num_heads": (steps,), "n_groups": ((groups, 1),),
     }  # fmt: skip
-
-
-def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
-    """Return the key/value heads that a rank needs for its query heads, each used by equally many of them.
-
-    heads, shared: the numbers of all query heads and of all key/value heads; query head h uses key/value head
-    h // (heads / shared). If a rank's query heads use theirs unequally often, a key/value head is repeated.
-    """
-    if shared % ranks == 0:
-        return list(range(rank * shared // ranks, (rank + 1) * shared // ranks))
-    local = heads // ranks
-    used = [head // (heads // shared) for head in range(rank * local, (rank + 1) * local)]
-    runs = max(
-        run for run in range(1, local + 1)
-        if local % run == 0 and all(
-            len({owner // (heads // shared) for owner in range(first, first + run)}) == 1
-            for start in range(0, heads, local) for first in range(start, start + local, run)
-        )
-    )  # fmt: skip
-    return used[::runs]

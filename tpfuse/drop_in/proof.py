@@ -52,7 +52,7 @@ from tpfuse.drop_in.styles import (
     ReplicatedParallel,
     WholeSequences,
 )
-from tpfuse.drop_in.tried_block import KnownModule, ModuleCall, Part, TriedBlock, chunk, entire, selected, summand
+from tpfuse.drop_in.tried_block import KnownModule, ModuleCall, Part, TriedBlock, chunk, entire, rows, summand
 from tpfuse.drop_in.tried_experts import try_experts
 
 _SEQUENCES, _TOKENS = 2, 3  # sequences, and tokens of each on a rank
@@ -235,11 +235,11 @@ class Proof:
         for name, (style, *_) in styles.items():
             width = width_of(self._modules[name])
             if isinstance(style, FusedColwiseParallel) and width is not None:
-                rows = [_rows(style, width, rank, self.ranks) for rank in range(self.ranks)]
+                of_ranks = [_rows(style, width, rank, self.ranks) for rank in range(self.ranks)]
                 projects = fused and name.removeprefix(f"{path}.") in prepared.projections
                 of_features = isinstance(style.input_layouts[0], Shard)
                 takes = features if of_features else entire if style.sum_input else summand
-                known[name] = KnownModule(takes, partial(selected, -1, rows), projects)
+                known[name] = KnownModule(takes, partial(rows, -1, of_ranks), projects)
             elif isinstance(style, FusedRowwiseParallel):
                 shards = isinstance(style.output_layouts[0], Shard)
                 known[name] = KnownModule(features, self._tokens if shards else entire)
@@ -261,8 +261,7 @@ class Proof:
     ) -> None:
         """Compare the block as it is with what each rank computes of it. enters, leaves: a rank's part of its tensors.
 
-        others: gives the part of a rank's tensor in the output that is
-        not the first; None if these are not compared.
+        others: gives the part of a rank's tensor in the output that is not the first; None if these are not compared.
         """
         module = self._modules[path]
         key = kind_of(module), tuple((name.removeprefix(path), one.projects) for name, one in known.items()), leaves
@@ -291,9 +290,9 @@ def _rows(style: FusedColwiseParallel, height: int, rank: int, ranks: int) -> Ra
     """Return [start, stop) of the output features that a rank has of a column-parallel layer."""
     if style.ranges is not None:
         return style.ranges[rank]
-    rows = height // style.parts
-    share = -(-rows // ranks)
-    return tuple((part * rows + rank * share, part * rows + (rank + 1) * share) for part in range(style.parts))
+    each = height // style.parts
+    share = -(-each // ranks)
+    return tuple((part * each + rank * share, part * each + (rank + 1) * share) for part in range(style.parts))
 
 
 def _invented(generator: torch.Generator, module: nn.Module, width: int | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.sum_order import summed_dtype
 from tpfuse.drop_in.conversion import convert
-from tpfuse.drop_in.converted import Converted, Ranges, combined_class
+from tpfuse.drop_in.converted import Converted, Ranges, combined_class, selected
 from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.sharded_norm import sharded_rms_norm
 from tpfuse.layers.explain import LayerPlan
@@ -80,9 +80,10 @@ class ReplicatedModule(Converted):
     def _plain(self, name: str, x: Tensor) -> Tensor:
         """Return what the forward reads in the place of one of the module's own tensors."""
         x = replicate(local(x), self.group if self.sum_gradients or name in self.rows else None)
-        dim, ranges = self.rows.get(name, (0, ()))
-        parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else x
+        if name not in self.rows:
+            return x
+        dim, ranges = self.rows[name]
+        return selected(x, ranges, dim)
 
 
 def run_with_plain_parameters(module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from tpfuse.drop_in.converted import ConvertedColumnLinear, stand_in
 from tpfuse.drop_in.shards import as_local, gather_sequence, shard_as_dtensor, split_sequence
 from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import sequence_back, sequence_first
-from tpfuse.ops.collectives import all_gather, replicate
+from tpfuse.ops.collectives import replicate
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 
@@ -228,18 +228,14 @@ class PreparedInput:
             else:
                 length = self.length.value
                 self.length.wait(x)
-        if self.sum_gradients:
-            x = as_local(x, self.held, self.mesh)[0]
-            if self.held is None:
-                return replicate(x, group)
-            x = sequence_back(all_gather(sequence_first(x, self.held), group), self.held)
-            return x if length is None else x.narrow(self.held, 0, length)
         linears = [module.get_submodule(name) for name in self.projections]
         fits = all(isinstance(linear, ConvertedColumnLinear) and not hooked(linear) for linear in linears)
         if not linears or not fits or hooked(module, self):  # hooks would see the stand-in
             if self.held is not None:
-                return gather_sequence(as_local(x, self.held, self.mesh)[0], self.held, group, length)
-            return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
+                shard = as_local(x, self.held, self.mesh)[0]
+                return gather_sequence(shard, self.held, group, length, sum_gradients=self.sum_gradients)
+            x = x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
+            return replicate(x, group) if self.sum_gradients else x
         x, partial = as_local(x, self.held, self.mesh)
         parameters = [linear.parameters_of_rank() for linear in linears]  # type: ignore[operator]
         weights, biases = [weight for weight, _ in parameters], [bias for _, bias in parameters]

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tpfuse.comm.layout import from_local
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.ops.collectives import gather_last, split_last
+from tpfuse.ops.collectives import all_gather, gather_last, split_last
 
 
 def as_local(x: Tensor, dim: int | None, mesh: DeviceMesh | None) -> tuple[Tensor, bool]:
@@ -57,13 +57,17 @@ def _padded(x: Tensor, dim: int, zeros: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, zeros))
 
 
-def gather_sequence(x: Tensor, dim: int, group: Any, length: int | None) -> Tensor:
+def gather_sequence(x: Tensor, dim: int, group: Any, length: int | None, *, sum_gradients: bool = False) -> Tensor:
     """Return the whole sequences of which x is this rank's padded shard along `dim`; `length`: without the padding.
 
-    All ranks compute the same from the result: in backward each keeps its own part of the gradient. It is contiguous,
-    as the whole model's activations are: a module that is left alone may view them in another shape.
+    All ranks compute the same from the result: in backward each keeps its own part of the gradient. With sum_gradients
+    each computes a part of the gradient, and they are summed. The result is contiguous, as the whole model's
+    activations are: a module that is left alone may view them in another shape.
     """
-    out = gather_last(x.movedim(dim, -1), group).movedim(-1, dim)
+    if sum_gradients:
+        out = all_gather(x.movedim(dim, 0).contiguous(), group).movedim(0, dim)
+    else:
+        out = gather_last(x.movedim(dim, -1), group).movedim(-1, dim)
     return (out if length is None else out.narrow(dim, 0, length)).contiguous()
 
 

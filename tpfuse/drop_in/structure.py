@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfuse.drop_in.converted import Ranges
 from tpfuse.drop_in.experts import IMPLEMENTATIONS, ExpertShards, expert_shards
-from tpfuse.drop_in.mixers import Mixer, Sections, is_mixer, mixer_of, served_heads
+from tpfuse.drop_in.heads import Sections, section_ranges, served_heads
+from tpfuse.drop_in.mixers import Mixer, is_mixer, mixer_of
 from tpfuse.drop_in.proof import Proof
 from tpfuse.drop_in.sequence_hooks import SequenceLength
 from tpfuse.drop_in.styles import (
@@ -34,6 +35,7 @@ from tpfuse.drop_in.styles import (
     ReplicatedParallel,
     ShardedExpertsParallel,
     WholeSequences,
+    cannot_split,
     features,
 )
 from tpfuse.layers.sequence import splits
@@ -444,10 +446,7 @@ def _experts_style(path: str, experts: nn.Module, ways: list[ExpertShards], proo
     if path.endswith(".base_layer"):
         raise NotImplementedError("its stacked weights have adapters: expected adapters of linear layers alone")
     if inner % ranks:
-        raise NotImplementedError(
-            f"its {inner} inner features cannot be split among {ranks} ranks: expected a multiple, or tp"
-            f" {splits(inner, max(ranks, 8))}"
-        )
+        raise NotImplementedError(cannot_split(inner, "inner", ranks))
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         raise NotImplementedError(
@@ -603,14 +602,14 @@ def _projection_styles(
     if inner == ("c_attn",) or (inner == ("qkv_proj",) and heads == shared):
         return dict.fromkeys(inner, FusedColwiseParallel(parts=3))
     if inner == ("qkv_proj",):
-        ranges = [_packed_ranges(heads, shared, size, served[rank], rank, ranks) for rank in range(ranks)]
-        return dict.fromkeys(inner, FusedColwiseParallel(ranges=ranges))
+        packed = (heads, size), (shared, size), (shared, size)
+        return dict.fromkeys(inner, FusedColwiseParallel(ranges=section_ranges(packed, heads, ranks)))
     if inner == ("query_key_value",) and not sharded:
         ranges = [_grouped_ranges(heads // shared, size, served[rank], rank * local, local) for rank in range(ranks)]
         return dict.fromkeys(inner, FusedColwiseParallel(ranges=ranges))
     if len(inner) == 3 and not sharded:
-        rows = [tuple((head * size, (head + 1) * size) for head in each) for each in served]
-        styles |= dict.fromkeys(inner[1:], FusedColwiseParallel(ranges=rows))
+        ranges = section_ranges(((shared, size),), heads, ranks)
+        styles |= dict.fromkeys(inner[1:], FusedColwiseParallel(ranges=ranges))
     for name in styles.keys() & {*_TO_LATENTS}:  # whole on every rank, whose heads give a part of the gradient
         styles[name] = FusedColwiseParallel(ranges=[((0, _linear(module, name)[1]),)] * ranks)
     return styles | dict.fromkeys(styles.keys() & {*_FROM_LATENTS}, FusedColwiseParallel(sum_input=False))
@@ -626,15 +625,6 @@ def _check_undivided(module: nn.Module, projections: tuple[str, ...], shared: in
                 f"{name} {list(parameter.shape)} is of {shared} key/value heads, which {ranks} ranks do not divide:"
                 f" expected tp {splits(shared, shared)}"
             )
-
-
-def _packed_ranges(heads: int, shared: int, size: int, served: list[int], rank: int, ranks: int) -> Ranges:
-    """Return the rows of this rank's q, k and v heads in a weight that packs all q, all k and all v heads."""
-    local = heads // ranks
-    queries = (rank * local * size, (rank + 1) * local * size)
-    keys = tuple(((heads + head) * size, (heads + head + 1) * size) for head in served)
-    values = tuple((start + shared * size, stop + shared * size) for start, stop in keys)
-    return (queries, *keys, *values)
 
 
 def _grouped_ranges(group: int, size: int, served: list[int], first: int, local: int) -> Ranges:

@@ -100,6 +100,14 @@ def features(module: nn.Module) -> tuple[int, int]:
     raise ValueError(f"it is a {kind}: expected an nn.Linear or transformers' Conv1D")
 
 
+def cannot_split(size: int, which: str, ranks: int) -> str:
+    """Return the error for features that the ranks do not divide."""
+    return (
+        f"its {size} {which} features cannot be split among {ranks} ranks: expected a multiple, or tp"
+        f" {splits(size, max(ranks, 8))}"
+    )
+
+
 def check_unconverted(module: nn.Module) -> None:
     """Raise ValueError if one of the module's own parameters is a DTensor, or has hooks, which would be lost."""
     for name, parameter in module.named_parameters(recurse=False):
@@ -169,10 +177,7 @@ class FusedColwiseParallel(ColwiseParallel):
         if height % self.parts:
             raise ValueError(f"its {height} output features cannot be {self.parts} matrices of equal height")
         if self.ranges is None and (height // self.parts) % ranks and not isinstance(output_layout, Replicate):
-            raise ValueError(
-                f"its {height // self.parts} output features cannot be split among {ranks} ranks: expected a multiple,"
-                f" or tp {splits(height // self.parts, max(ranks, 8))}"
-            )
+            raise ValueError(cannot_split(height // self.parts, "output", ranks))
 
     def _is_torchs(self, module: nn.Module) -> bool:
         """Return whether torch's own style serves: for embeddings, and for layouts that tpfuse has no product for."""
@@ -235,10 +240,7 @@ class FusedRowwiseParallel(RowwiseParallel):
             raise ValueError(f"input_layouts {input_layout}: expected Shard(-1) or Replicate()")
         ranks = device_mesh.size()
         if inner % ranks:
-            raise ValueError(
-                f"its {inner} input features cannot be split among {ranks} ranks: expected a multiple,"
-                f" or tp {splits(inner, max(ranks, 8))}"
-            )
+            raise ValueError(cannot_split(inner, "input", ranks))
 
     def _is_torchs(self, module: nn.Module) -> bool:
         """Return whether torch's own style serves: for layouts that tpfuse has no product for."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.drop_in.converted import Ranges, stand_in
+from tpfuse.drop_in.converted import Ranges, selected, stand_in
 from tpfuse.drop_in.sketch import (
     agree,
     agree_in_shape,
@@ -163,7 +163,7 @@ class TriedBlock:
             for style in styles if not known else ():
                 if isinstance(style, ReplicatedParallel):
                     parts |= dict.fromkeys(style.sharded, partial(chunk, self.ranks, 0))
-                    parts |= {name: partial(selected, *rows) for name, rows in style.ranges.items()}
+                    parts |= {name: partial(rows, *of_ranks) for name, of_ranks in style.ranges.items()}
             for name, part in parts.items():
                 module = self.modules[owner]
                 tensors: Any = module._buffers if name in module._buffers else module._parameters
@@ -250,9 +250,8 @@ def chunk(ranks: int, dim: int, x: Tensor, rank: int) -> Tensor:
     return x.chunk(ranks, dim)[rank]
 
 
-def selected(dim: int, ranges: Sequence[Ranges], x: Tensor, rank: int) -> Tensor:
-    before = (slice(None),) * (dim % x.ndim)
-    return torch.cat([x[*before, start:stop] for start, stop in ranges[rank]], dim)
+def rows(dim: int, ranges: Sequence[Ranges], x: Tensor, rank: int) -> Tensor:
+    return selected(x, ranges[rank], dim)
 
 
 def _part(x: Tensor, part: Part, rank: int | None) -> Tensor:
