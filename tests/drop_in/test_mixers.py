@@ -18,6 +18,7 @@ from tpfuse.drop_in.mixers import mixer_of
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.drop_in.sketch import apart
 from tpfuse.drop_in.structure import recognise
+from tpfuse.layers.explain import plans
 from tpfuse.testing.ranks import on_ranks
 
 IDS = torch.arange(3, 29).view(2, 13)
@@ -63,6 +64,9 @@ def test_a_rank_holds_its_heads() -> None:
         placements = {name: x.placements for name, x in mixer.named_parameters()}
         expected = _OWN | {"norm.weight": norm}
         assert placements == {name: (expected[name],) for name in placements}, family
+        assert "rms_norm" not in {
+            plan.operator for plan in plans(model) if plan.layer.endswith(("attn.norm", "mamba.norm"))
+        }
         assert local_tensor(mixer.A_log).numel() == mixer.A_log.numel() // 2
 
 

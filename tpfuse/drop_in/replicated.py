@@ -197,6 +197,8 @@ def replicate_(
         attributes["forward"] = functools.partial(run_with_plain_parameters, module, own)
     if kind is None:
         terms = rms_norm_terms(module)
+        if terms is not None and terms[2] and not sharded:
+            terms = None  # the operator takes no gate
         attributes |= {} if terms is None else {"terms": terms}
         norm = ShardedRMSNorm if sharded else ReplicatedRMSNorm
         kind = combined_class(ReplicatedModule if terms is None else norm, type(module))
