@@ -6,7 +6,7 @@ Losses, norms, weights and moments are compared, of models with tied weights, dr
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -220,12 +220,10 @@ def _with_own_rank_first(parts: list[Tensor], out: Tensor) -> None:
 @contextmanager
 def _replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
     """Replace attributes of modules and classes."""
-    patches = [mock.patch.object(*place) for place in places]
-    for patch in patches:
-        patch.start()
-    yield
-    for patch in patches:
-        patch.stop()
+    with ExitStack() as patches:
+        for place in places:
+            patches.enter_context(mock.patch.object(*place))
+        yield
 
 
 MUTANTS: dict[str, Any] = {
