@@ -26,11 +26,14 @@ import pytest
 import pytest_timeout
 import torch
 
-from tpfuse.comm.limits import set_threads
+from tpfuse.comm.limits import repeat_bits, set_threads
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 
 torch.use_deterministic_algorithms(True)
+# A test that trains with virtual ranks in this process sets MKL_CBWR, which pools take over when they start: without it
+# here, those that start before and after would round otherwise.
+repeat_bits()
 set_threads(1)
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ranks inherit it and keep all tests' groups.
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))

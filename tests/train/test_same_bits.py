@@ -3,6 +3,7 @@
 Losses, norms, weights and moments are compared, of models with tied weights, dropout, clipping and shards of odd sizes.
 """
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from tpfuse.comm.sum_order import VirtualRanks, sum_in_rank_order
 from tpfuse.errors import UserError
 from tpfuse.ops import adamw
 from tpfuse.switches import use
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import pool, run_apart
 from tpfuse.train import trainer as trainers
 from tpfuse.train.model_options import _check_cut as check_cut
 from tpfuse.train.options import TrainCommand
@@ -35,6 +36,7 @@ from tpfuse.zero.reducer import direct
 
 VIRTUAL, STEPS = 8, 10
 GPT = replace(CONFIG, n_layer=4, n_embd=20)  # shards of stage 3 fill no whole vectors
+MKL_CBWR_ALL, MKL_CBWR_STRICT = ~0, 0x10000  # of mkl.h
 Piece = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Tensor]  # name, shape of the whole, slices, values
 Bits = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights and moments
 
@@ -125,16 +127,27 @@ def test_the_kernels_of_zero_give_every_number_of_ranks_the_same_bits() -> None:
         assert differing(bits(options(**layout), "fused"), expected) == [], layout
 
 
-def test_a_run_computes_on_one_thread(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two threads on one rank, and one on each of two, 152 tensors of a GPT of 256 features were different."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.delenv("MKL_CBWR", raising=False)
+def run_with_mkl_as_it_is(flags: list[str], folder: Path) -> None:
+    os.environ.pop("MKL_CBWR", None)
+    os.environ["OMP_NUM_THREADS"] = "2"
     torch.set_flush_denormal(True)  # as a library does that was linked with -ffast-math
     options = "--train.steps 1 --train.eval-every 0 --train.virtual-ranks 2 --parallel.dp 1"
-    assert run_command(["train", *flags, *options.split(), "--out", str(tmp_path / "run")]) == 0
+    assert run_command(["train", *flags, *options.split(), "--out", str(folder)]) == 0
     assert torch.get_num_threads() == 1 and bool(torch.tensor([1e-30]) * 1e-10)
     instructions = torch.backends.cpu.get_cpu_capability()
-    assert os.environ.get("MKL_CBWR") == (None if instructions == "DEFAULT" else f"{instructions},STRICT")
+    strict = instructions in ("AVX2", "AVX512")
+    assert os.environ.get("MKL_CBWR") == (f"{instructions},STRICT" if strict else None)
+    mkl = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    if strict and hasattr(mkl, "mkl_serv_cbwr_get"):
+        assert mkl.mkl_serv_cbwr_get(MKL_CBWR_ALL) & MKL_CBWR_STRICT, "MKL had computed before"
+
+
+def test_a_run_computes_on_one_thread_and_whatever_the_addresses(flags: list[str], tmp_path: Path) -> None:
+    """With two threads on one rank, and one on each of two, 152 tensors of a GPT of 256 features were different.
+
+    With MKL_CBWR on some ranks alone, 155 of tp 2 were.
+    """
+    run_apart(run_with_mkl_as_it_is, flags, tmp_path / "run")
 
 
 KINDS: dict[str, dict[str, Any]] = {

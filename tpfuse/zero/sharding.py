@@ -113,10 +113,11 @@ def shard(
     unless it is "none", they and their gradients are in the host's memory; for a folder, `adamw` moves them there.
 
     virtual_ranks: not 0: the sums of gradients have the same bits for every number of data-parallel ranks that divides
-    this power of two, for all stages and for all pipelines, if each rank computes on one thread, on the same hardware,
-    with the same tensor and context parallelism. Virtual rank v has sequences v B / N to (v + 1) B / N of a batch of B,
-    and computes them in `micro_batches` passes. Real ranks have N / ranks successive ones, and pass their micro-batches
-    in this order; gradients accumulate whole, in one more tensor for each doubling of N / ranks (docs/training.md).
+    this power of two, for all stages and for all pipelines, if each rank computes on one thread and MKL in one mode (on
+    CPUs, see docs/training.md), on the same hardware, with the same tensor and context parallelism. Virtual rank v has
+    sequences v B / N to (v + 1) B / N of a batch of B, and computes them in `micro_batches` passes. Real ranks have
+    N / ranks successive ones, and pass their micro-batches in this order; gradients accumulate whole, in one more
+    tensor for each doubling of N / ranks.
 
     Collective. Raise ValueError for arguments of another kind, for a mesh that lacks ranks of the model, and for
     parameters that the stage cannot shard (complex ones; at stage 3 scalars, parameters of several dtypes, and those
