@@ -109,30 +109,39 @@ def _said(config: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_it_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    from torchtitan.models.common.feed_forward import FeedForward
     from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+
+    class Other(FeedForward):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(FeedForward.Config):
+            pass
 
     config = _config(sequence_parallel=True)
     layer = config.layers[1]
     layer.feed_forward.w2.bias = True
-    for holder, name in ((layer.attention, "wo"), (layer.feed_forward, "w1")):
+    for holder, name, kind in (
+        (layer.attention, "wo", ScaledBiasRowwiseLinear),
+        (layer.feed_forward, "w1", ScaledBiasRowwiseLinear),
+        (config.layers[0], "feed_forward", Other),
+    ):
         held = getattr(holder, name)
         settings = {field.name: getattr(held, field.name) for field in dataclasses.fields(held)}
-        setattr(holder, name, ScaledBiasRowwiseLinear.Config(**settings))
+        setattr(holder, name, kind.Config(**settings))
     whole = "torchtitan's own: column-parallel on a whole input, or in a class that tpfuse does not know"
     assert _said(config, caplog) == [
-        f"{TARGET} took 7 of 12 linear layers:",
+        f"{TARGET} took 5 of 12 linear layers:",
         f"  lm_head (1): {whole}",
         "  layers.*.attention.qkv_linear.wqkv (1): all_gather_linear",
         "  layers.*.attention.wo (1): linear_reduce_scatter",
-        "  layers.*.feed_forward.w1 (1): all_gather_linear",
+        f"  layers.*.feed_forward.w1 (1): {whole}",
         "  layers.*.feed_forward.w2 (1): linear_reduce_scatter",
-        "  layers.*.feed_forward.w3 (1): all_gather_linear",
+        f"  layers.*.feed_forward.w3 (2): {whole}",
         "  layers.*.attention.qkv_linear.wq (1): all_gather_linear",
         "  layers.*.attention.qkv_linear.wkv (1): all_gather_linear",
         "  layers.*.attention.wo (1): torchtitan's own: a ScaledBiasRowwiseLinear",
         "  layers.*.feed_forward.w1 (1): torchtitan's own: a ScaledBiasRowwiseLinear",
         "  layers.*.feed_forward.w2 (1): torchtitan's own: row-parallel with a bias or another output",
-        f"  layers.*.feed_forward.w3 (1): {whole}",
     ]
 
 
