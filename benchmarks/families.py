@@ -54,11 +54,20 @@ _LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_KDA = {
+    "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": None,
+}  # fmt: skip
+_GRANITE = {
+    "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8, "shared_intermediate_size": 32,
+    "layer_types": ["mamba", "attention"],
+}  # fmt: skip
 # By the model type, what a family needs besides; None instead of a value: not to be given. After a colon: a variant.
 _OWN: dict[str, dict[str, Any]] = {
     "axk1": _LATENT, "axk2": _LATENT, "minicpm3": _LATENT, "sarvam_mla": _LATENT,
     "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "youtu": _LATENT,
-    "longcat_flash": _LATENT, "kimi_linear": _LATENT,
+    "longcat_flash": _LATENT, "kimi_linear": {**_LATENT, **_KDA}, "bailing_hybrid": {**_LATENT, **_KDA},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1]},
     "bart": {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_layers": 2, "decoder_layers": 2},
     "codegen": {"rotary_dim": 4}, "gptj": {"rotary_dim": 4},
     "falcon": {"head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True, "tie_word_embeddings": False},
@@ -80,12 +89,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neox: sequential": {"use_parallel_residual": False},
     "gpt_oss": {"layer_types": _KINDS},
     "granite: multipliers": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "granitemoehybrid": _GRANITE, "granitemoehybrid: dense": {**_GRANITE, "num_local_experts": 0},
+    "granitemoeshared: shared_intermediate_size": {"shared_intermediate_size": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama: one key head": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "llama: tied": {"tie_word_embeddings": True},
     "llama4_text": {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 2, "chunk_size": 8},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 48},
     "opt: post-norm": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
@@ -94,6 +107,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe: mixed": {"mlp_only_layers": [0], "shared_expert_intermediate_size": 32},
     "qwen3_5_text": _LINEAR, "qwen3_5_moe_text": {**_LINEAR, "shared_expert_intermediate_size": 32},
     "qwen3_next": _LINEAR,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {"partial_rotary_factor": 0.5},
     "stablelm: qk_layernorm": {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},

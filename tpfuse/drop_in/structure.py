@@ -57,6 +57,7 @@ _MLP = (
     (("gate_up_proj",), ("down_proj",)),  # Phi-3: all of gate, then up
     (("up_proj",), ("down_proj",)),  # Apertus, Arcee, Nemotron
     (("w1", "w3"), ("w2",)),  # LFM2
+    (("input_linear",), ("output_linear",)),  # shared experts of Granite: all of gate, then up
     (("c_fc",), ("c_proj",)),  # GPT-2
     (("fc_in",), ("fc_out",)),  # GPT-J
     (("fc1",), ("fc2",)),  # Phi; Moshi: all of gate, then up
