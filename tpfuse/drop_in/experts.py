@@ -8,15 +8,14 @@ the tokens and of the routing weights. A bias that is added behind the inner fea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.drop_in.converted import Converted
+from tpfuse.drop_in.shards import with_summed_gradients
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.local_parameter import local
 from tpfuse.ops.collectives import all_reduce, replicate
@@ -119,14 +118,10 @@ class ShardedExperts(Converted):
         group, own = self.group, dict(held)
         shards = {name: local(x) for name, x in own.items()}
         shards |= {name: replicate(shards[name], group) for name in self.shards.once}
-        args, kwargs = tree_map_only(Tensor, partial(_with_summed_gradient, group), (args, kwargs))
+        args, kwargs = with_summed_gradients((args, kwargs), group)
         held.update(self.shards.used(shards, rank_and_size(group)[0]))
         try:
             out: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             held.update(own)
         return all_reduce(out, group)
-
-
-def _with_summed_gradient(group: Any, x: Tensor) -> Tensor:
-    return replicate(x, group) if x.requires_grad else x

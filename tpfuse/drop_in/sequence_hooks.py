@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpfuse.drop_in.converted import ConvertedColumnLinear, stand_in
-from tpfuse.drop_in.shards import as_local, gather_sequence, shard_as_dtensor, split_sequence
+from tpfuse.drop_in.shards import as_local, gather_sequence, shard_as_dtensor, split_sequence, with_summed_gradients
 from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import sequence_back, sequence_first
 from tpfuse.ops.collectives import replicate
@@ -188,14 +188,9 @@ class PreparedInput:
         length = next((each.shape[-1] for each in given if isinstance(each, Tensor)), None)
         prepared = self._prepared(module, x, length)
         if self.projections and self.mesh.size() > 1:
-            kwargs = kwargs | {each: self._shared(kwargs[each]) for each in _OF_HEADS if each in kwargs}
+            of_heads = {each: kwargs[each] for each in _OF_HEADS if each in kwargs}
+            kwargs = kwargs | with_summed_gradients(of_heads, self.mesh.get_group())
         return with_first_argument(args, kwargs, name, prepared)
-
-    def _shared(self, x: Any) -> Any:
-        """Return an input whose gradient, if it is wanted, is the sum over the ranks."""
-        if type(x) is tuple:
-            return tuple(map(self._shared, x))
-        return replicate(x, self.mesh.get_group()) if isinstance(x, Tensor) and x.requires_grad else x
 
     def _prepared(self, module: nn.Module, x: Tensor, length: int | None) -> Tensor:
         group = self.mesh.get_group() if self.mesh.size() > 1 else None

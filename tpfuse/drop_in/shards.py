@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_map_only
 
 from tpfuse.comm.layout import from_local
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.ops.collectives import all_gather, gather_last, split_last
+from tpfuse.ops.collectives import all_gather, gather_last, replicate, split_last
 
 
 def as_local(x: Tensor, dim: int | None, mesh: DeviceMesh | None) -> tuple[Tensor, bool]:
@@ -44,6 +45,11 @@ def shard_as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int, length: int) 
     start = mesh.get_local_rank() * x.shape[dim]
     x = x.narrow(dim, 0, max(0, min(x.shape[dim], length - start)))
     return as_dtensor(x, mesh, dim, (*x.shape[:dim], length, *x.shape[dim + 1 :]))
+
+
+def with_summed_gradients(values: Any, group: Any) -> Any:
+    """Return the values, in which the gradient of each tensor that wants one is the sum over the ranks."""
+    return tree_map_only(Tensor, lambda x: replicate(x, group) if x.requires_grad else x, values)
 
 
 def pad_sequence(x: Tensor, dim: int, ranks: int) -> Tensor:
