@@ -21,6 +21,10 @@ _DELTA = {
     "linear_num_value_heads": 12, "linear_num_key_heads": 12, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
 }  # fmt: skip
 _HYBRID = ["linear_attention", "full_attention"]
+_KEY_DELTA = {
+    "linear_num_heads": 12, "linear_head_dim": 4, "layer_types": _HYBRID, "n_group": 1, "topk_group": 1,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 _NEOX = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 # By name: the class of the model, the class of its configuration, and the settings that differ from SIZES.
@@ -98,7 +102,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_key_value_heads": 4, "head_dim": 8, "layer_types": _HYBRID, "mlp_only_layers": [0, 1], **_DELTA},
     ),
     # Linear attention with fewer queries than values; state spaces with a norm of groups of heads, and with one of all
-    # heads; short convolutions.
+    # heads; decays of features, of two matrices or one; short convolutions.
     "qwen3_5": (
         "Qwen3_5ForCausalLM", "Qwen3_5TextConfig",
         {"num_key_value_heads": 4, "head_dim": 8, "layer_types": _HYBRID, **_DELTA, "linear_num_key_heads": 4},
@@ -114,6 +118,14 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "NemotronHForCausalLM", "NemotronHConfig",
         {"num_key_value_heads": 4, "head_dim": 4, "layers_block_type": ["mamba", "attention", "mlp"],
          "mamba_num_heads": 12, "mamba_head_dim": 4, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
+    ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM", "KimiLinearConfig",
+        {"num_key_value_heads": 12, "q_lora_rank": None, **_LATENT, **_KEY_DELTA},
+    ),
+    "ling": (
+        "BailingHybridForCausalLM", "BailingHybridConfig",
+        {"num_key_value_heads": 12, "q_lora_rank": None, "head_dim": 4, **_LATENT, **_KEY_DELTA},
     ),
     "lfm2": (
         "Lfm2ForCausalLM", "Lfm2Config",

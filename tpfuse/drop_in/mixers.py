@@ -21,8 +21,9 @@ class Mixer:
 
     heads, size: their number, and the features of each that the projection out reads. units: the number that the ranks
     must divide, of heads, or of key heads if each is packed with its values. outer, conv: the names of that
-    projection and of the convolution. sections: by the names of the projections in, of the convolution, of buffers, and
-    of attributes that are the number of such rows.
+    projection and of the convolution. sections: by the names of the projections in, of the convolution, of buffers, of
+    parameters of other modules, and of attributes that are the number of such rows; none for a projection to features
+    of all heads, from which another one makes those of each.
     """
 
     heads: int
@@ -63,6 +64,10 @@ def mixer_of(module: nn.Module) -> Mixer | None:
     elif {"num_heads", "head_dim", "n_groups", "ssm_state_size"} <= sizes.keys():
         shared, heads, size = sizes["n_groups"], sizes["num_heads"], sizes["head_dim"]
         sections = _of_state_space(shared, heads, size, sizes["ssm_state_size"])
+    elif {"num_heads", "head_dim"} <= sizes.keys() and "forget_gate" in children:
+        shared = heads = sizes["num_heads"]
+        size = sizes["head_dim"]
+        sections = _of_channel_decay(heads, size)
     elif "in_proj" in children:
         shared, heads, size = channels, channels, 1
         packed = getattr(children["in_proj"], "out_features", channels) // channels
@@ -72,7 +77,9 @@ def mixer_of(module: nn.Module) -> Mixer | None:
     rows = sum(heads * size for heads, size in sections.get(conv, ()))
     if shared < 1 or heads % shared or rows != channels or channels != children[conv].groups:
         raise NotImplementedError(f"{heads} heads and {shared} groups of them do not fit its convolution of {channels}")
-    there = {name: x for name, x in sections.items() if name in children or name in sizes or name in module._buffers}
+    parts = (module.named_modules(), module.named_parameters(), module.named_buffers())
+    names = {*sizes, *(name for part in parts for name, _ in part)}
+    there = {name: x for name, x in sections.items() if name in names}
     return Mixer(heads, size, shared if "in_proj_qkvz" in there else heads, outer, conv, there)
 
 
@@ -86,6 +93,17 @@ def _of_delta_rule(shared: int, heads: int, key_size: int, size: int) -> dict[st
         "q_proj": (keys,), "k_proj": (keys,), "key_dim": (keys,), "num_k_heads": ((shared, 1),),
         "v_proj": (values,), "g_proj": (values,), "in_proj_z": (values,), "value_dim": (values,),
         **dict.fromkeys(("a_proj", "b_proj", "in_proj_a", "in_proj_b", "num_v_heads"), ((heads, 1),)),
+    }  # fmt: skip
+
+
+def _of_channel_decay(heads: int, size: int) -> dict[str, Sections]:
+    """Kimi Delta Attention of Kimi Linear, whose gates are products of two matrices, and of Ling, with one for each."""
+    features, scalars = ((heads, size),), ((heads, 1),)
+    gates = "g_proj", "g_b_proj", "forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias"
+    return {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", *gates, "qkv_dim"), features), "conv1d": features * 3,
+        **dict.fromkeys(("b_proj", "forget_gate.A_log", "num_heads"), scalars),
+        **dict.fromkeys(("g_a_proj", "forget_gate.f_a_proj"), ()),
     }  # fmt: skip
 
 

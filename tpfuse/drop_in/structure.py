@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -562,25 +562,34 @@ def _plan_mixer(
             f"{width} features of {mixer.units} heads cannot be divided among {ranks} ranks: expected tp"
             f" {splits(mixer.units, max(ranks, 8))}"
         )
-    attributes, buffers = dict[str, Any](), dict[str, tuple[int, list[Ranges]]]()
+    attributes, tensors = dict[str, Any](), {"": dict[str, tuple[int, list[Ranges]]]()}
     for name, sections in mixer.sections.items():
         ranges, rows = mixer.ranges(name, ranks), sum(heads * size for heads, size in sections)
-        if name in module._buffers:
-            buffers[name] = -1, ranges
-        elif name == mixer.conv:
-            kept = {each: (0, ranges) for each, _ in module.get_submodule(name).named_parameters()}
-            plan.add(_join(path, name), ReplicatedParallel(ranges=kept))
-        elif name not in module._modules:
-            attributes[name] = sum(stop - start for start, stop in ranges[0])
-        elif _linear(module, name)[1] != rows:
-            raise NotImplementedError(f"{name} gives {_linear(module, name)[1]} features: expected {rows} of its heads")
+        owner, _, own = name.rpartition(".")
+        part: Any = module.get_submodule(owner)
+        if name == mixer.conv:
+            tensors[name] = {each: (0, ranges) for each, _ in part.get_submodule(own).named_parameters()}
+        elif not sections:
+            plan.add(_join(path, name), ReplicatedParallel(sum_gradients=True))
+        elif own in part._modules:
+            if _linear(module, name)[1] != rows:
+                given = _linear(module, name)[1]
+                raise NotImplementedError(f"{name} gives {given} features: expected {rows} of its heads")
+            _plan_linear(plan, _join(path, name), part.get_submodule(own), _rows_style(sections, ranges))
+        elif isinstance(held := getattr(part, own), Tensor):
+            if rows not in held.shape:
+                raise NotImplementedError(f"{name} is {list(held.shape)}: expected {rows} rows of its heads")
+            tensors.setdefault(owner, {})[own] = held.shape.index(rows), ranges
         else:
-            _plan_linear(plan, _join(path, name), module.get_submodule(name), _rows_style(sections, ranges))
+            attributes[name] = sum(stop - start for start, stop in ranges[0])
+    buffers = tensors.pop("")
+    for name, of_heads in tensors.items():
+        plan.add(_join(path, name), ReplicatedParallel(ranges=of_heads))
     _plan_linear(plan, _join(path, mixer.outer), module.get_submodule(mixer.outer), _row_style(length is not None))
-    known = (*mixer.sections, mixer.outer)
-    for name, part in module.named_children():  # a norm of groups of heads
-        shared = {each: x for each, x in attributes.items() if vars(part).get(each) == vars(module)[each]}
-        if shared and name not in known:
+    known = (*mixer.sections, *tensors, mixer.outer)
+    for name, child in module.named_children():  # a norm of groups of heads, a gate
+        shared = {each: x for each, x in attributes.items() if vars(child).get(each) == vars(module)[each]}
+        if shared:
             plan.add(_join(path, name), _input((), False, **shared))
     _plan_others(plan, path, module, known, {mixer.heads}, mixer.size, proof, ranges=buffers, evaluates=True)
     plan.add(path, _input((), length is not None, length, sum_gradients=True, **attributes))
