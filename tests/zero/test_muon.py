@@ -219,7 +219,8 @@ def test_what_cannot_be_told_is_refused(family: str, message: str) -> None:
 
 
 def test_tensors_of_three_dimensions_are_stacks_if_their_module_says_how_they_are_stored() -> None:
-    assert set(hidden_matrices(nn.ModuleList([nn.Conv1d(4, 8, 3, groups=4), ToyExperts()]))) == {
+    decays = nn.ParameterDict({"decays": torch.ones(1, 1, 4, 1)})  # a vector, as of Kimi's heads
+    assert set(hidden_matrices(nn.ModuleList([nn.Conv1d(4, 8, 3, groups=4), ToyExperts(), decays]))) == {
         "1.up_proj", "1.down_proj",
     }  # fmt: skip
     for module, name in (nn.Conv1d(4, 8, 3), "weight"), (nn.ParameterDict({"up_proj": torch.ones(8, 4, 3)}), "up_proj"):

@@ -99,7 +99,8 @@ def block_matrices(model: nn.Module) -> dict[str, tuple[Rows, ...]]:
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
         hidden = path in in_blocks and id(parameter) not in elsewhere and not name.endswith("bias")
-        if not hidden or parameter.ndim < 2 or not parameter.numel() or not parameter.requires_grad:
+        vector = parameter.ndim != 2 and parameter.numel() == max(parameter.shape, default=1)
+        if not hidden or vector or not parameter.numel() or not parameter.requires_grad:
             continue
         module = model.get_submodule(path)
         if isinstance(module, _ConvNd) and module.groups == module.in_channels:
