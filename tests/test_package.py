@@ -124,6 +124,9 @@ print(tpfuse.__file__, *[getattr(tpfuse, name) for name in tpfuse.__all__])
 """
     found = _run(without_extras / "python", "-c", imports)
     assert found.returncode == 0, found.stderr
+    needed = "ImportError: tpfuse.ParallelTrainer needs transformers 5.24 or newer: pip install transformers"
+    refused = _run(without_extras / "python", "-c", "from tpfuse import *; import tpfuse; tpfuse.ParallelTrainer")
+    assert refused.stderr.splitlines()[-1] == needed
     assert found.stdout.startswith(str(without_extras.parent)), "the wheel's, not the checkout's"
     program = without_extras / "tpfuse"
     assert _run(program, "--version").stdout == f"tpfuse {tpfuse.__version__}\n"

@@ -28,8 +28,9 @@ SECONDS = 0.1  # the most seconds that `import tpfuse` may take
 @pytest.mark.parametrize("package", NAMES)
 def test_the_public_names_are_listed_and_editors_see_them(package: str) -> None:
     module = importlib.import_module(package)
-    assert module.__all__ == NAMES[package].split()
-    assert set(module.__all__) <= set(dir(module))
+    names = NAMES[package].split()
+    assert module.__all__ == [name for name in names if name != "ParallelTrainer"], "it needs transformers"
+    assert set(names) <= set(dir(module))
     assert module.__file__ is not None
     (typed,) = (node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.If))
     seen = {}
@@ -38,7 +39,7 @@ def test_the_public_names_are_listed_and_editors_see_them(package: str) -> None:
         for alias in node.names:
             assert alias.asname == alias.name, "without `as` type checkers take the name for a private one"
             seen[alias.name] = getattr(importlib.import_module(node.module), alias.name)
-    assert seen == {name: getattr(module, name) for name in module.__all__}
+    assert seen == {name: getattr(module, name) for name in names}
 
 
 def test_an_unknown_name_raises_an_attribute_error() -> None:

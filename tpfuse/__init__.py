@@ -1,7 +1,7 @@
 """tpfuse: tensor-parallel layers whose matrix products communicate while they compute.
 
-The names in `__all__` are the public ones. Each is imported when it is first used, so that `import tpfuse` needs
-neither torch nor Triton.
+The names in `__all__` are the public ones, beside ParallelTrainer. Each is imported when it is first used, so that
+`import tpfuse` needs neither torch nor Triton.
 """
 
 import os
@@ -57,7 +57,7 @@ _MODULES = {
     "PeerTimeout": "tpfuse.comm.errors",
     "Disagreement": "tpfuse.comm.errors",
 }
-__all__ = [*_MODULES]
+__all__ = [name for name in _MODULES if name != "ParallelTrainer"]  # which needs transformers
 
 if TYPE_CHECKING:  # These are the same names for editors and type checkers. A test compares them with the table.
     from tpfuse import explore as explore

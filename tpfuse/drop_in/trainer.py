@@ -26,7 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
-from transformers import Trainer, TrainingArguments
+
+try:
+    from transformers import Trainer, TrainingArguments
+except ModuleNotFoundError as error:
+    raise ImportError("tpfuse.ParallelTrainer needs transformers 5.24 or newer: pip install transformers") from error
 
 from tpfuse.checkpoint.checkpoint import Checkpoint, CheckpointError, Shard, save
 from tpfuse.comm import collectives
