@@ -54,20 +54,15 @@ _LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-_KDA = {
-    "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-    "mlp_layer_types": None,
-}  # fmt: skip
-_GRANITE = {
-    "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8, "shared_intermediate_size": 32,
-    "layer_types": ["mamba", "attention"],
-}  # fmt: skip
+_KDA = {**_LATENT, "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": _LINEAR["layer_types"]}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_GRANITE = {**_MAMBA, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]}
 # By the model type, what a family needs besides; None instead of a value: not to be given. After a colon: a variant.
 _OWN: dict[str, dict[str, Any]] = {
     "axk1": _LATENT, "axk2": _LATENT, "minicpm3": _LATENT, "sarvam_mla": _LATENT,
     "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "youtu": _LATENT,
-    "longcat_flash": _LATENT, "kimi_linear": {**_LATENT, **_KDA}, "bailing_hybrid": {**_LATENT, **_KDA},
-    "bamba": {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1]},
+    "longcat_flash": _LATENT, "kimi_linear": _KDA, "bailing_hybrid": _KDA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bart": {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_layers": 2, "decoder_layers": 2},
     "codegen": {"rotary_dim": 4}, "gptj": {"rotary_dim": 4},
     "falcon": {"head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True, "tie_word_embeddings": False},
@@ -78,7 +73,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "bloom: untied": {"tie_word_embeddings": False},
     "cohere: use_qk_norm": {"use_qk_norm": True},
-    "falcon_h1": {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 48},
     "gemma2": {"query_pre_attn_scalar": 12}, "gemma2: layer_types": {"layer_types": _KINDS},
     "gemma3n_text": {
         "layer_types": _KINDS, "intermediate_size": [96, 96], "vocab_size_per_layer_input": 101, "laurel_rank": 4,

@@ -568,14 +568,14 @@ def _plan_mixer(
         owner, _, own = name.rpartition(".")
         part: Any = module.get_submodule(owner)
         if name == mixer.conv:
-            tensors[name] = {each: (0, ranges) for each, _ in part.get_submodule(own).named_parameters()}
+            tensors[name] = {each: (0, ranges) for each, _ in module.get_submodule(name).named_parameters()}
         elif not sections:
             plan.add(_join(path, name), ReplicatedParallel(sum_gradients=True))
         elif own in part._modules:
-            if _linear(module, name)[1] != rows:
-                given = _linear(module, name)[1]
+            _, given = _linear(module, name)
+            if given != rows:
                 raise NotImplementedError(f"{name} gives {given} features: expected {rows} of its heads")
-            _plan_linear(plan, _join(path, name), part.get_submodule(own), _rows_style(sections, ranges))
+            _plan_linear(plan, _join(path, name), module.get_submodule(name), _rows_style(sections, ranges))
         elif isinstance(held := getattr(part, own), Tensor):
             if rows not in held.shape:
                 raise NotImplementedError(f"{name} is {list(held.shape)}: expected {rows} rows of its heads")
