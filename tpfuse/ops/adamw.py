@@ -1,7 +1,7 @@
 """adamw_: an update of several flat shards; kernels/adamw.py has the formula.
 
-Where the kernels do not run, torch's own fused update is called, once for all shards. Both have the same state, so that
-either can continue from a state that the other has saved.
+Where the kernels do not run, torch's own fused update is called: on GPUs once for all shards, on CPUs block by block.
+Both have the same state, so that either can continue from a state that the other has saved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _GOLDEN = -1640531535  # 0x9E3779B1 as int32
 _MIX1 = -2048144789  # 0x85EBCA6B
 _MIX2 = -1028477387  # 0xC2B2AE35
 _LANES = 16
-_BLOCK = 2**17  # elements whose moments in bfloat16 a CPU updates at once, in its caches
+_BLOCK = 2**17  # elements that a CPU updates at once: their temporary tensors stay in its caches
 
 _Shard = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
@@ -61,8 +61,9 @@ def adamw_(
         return
     rates = beta1, beta2, eps, weight_decay
     if not use_triton(masters[0]):
+        rate = lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
         for together in _blocks(shards):
-            _by_torch(together, lr, *rates, step, scale, clip)
+            _by_torch(together, rate, *rates, step.view(()).float(), scale, clip)
     else:
         rate, factor = _on_device(lr, step.device), None if clip is None else _on_device(clip, step.device)
         # Without tracing the kernel is called directly: the operator would take as long as the launch.
@@ -78,13 +79,22 @@ def _on_device(x: float | Tensor, device: torch.device) -> Tensor:
 
 
 def _blocks(shards: Sequence[_Shard]) -> Iterator[Sequence[_Shard]]:
-    """Yield all shards at once; on CPUs those with moments in bfloat16, which take temporary tensors, in blocks."""
-    if shards[0][2].dtype != torch.bfloat16 or shards[0][2].device.type != "cpu":
+    """Yield all shards at once; on CPUs blocks of at most _BLOCK elements, which small shards fill together."""
+    if shards[0][0].device.type != "cpu":
         yield shards
         return
+    together, room = list[_Shard](), _BLOCK
     for shard in shards:
         for start in range(0, len(shard[0]), _BLOCK):
-            yield [tuple(x if x is None else x[start : start + _BLOCK] for x in shard)]  # type: ignore[list-item]
+            part = tuple(x if x is None else x[start : start + _BLOCK] for x in shard)
+            size = min(len(shard[0]) - start, _BLOCK)
+            if size > room:
+                yield together
+                together, room = [], _BLOCK
+            together.append(part)  # type: ignore[arg-type]
+            room -= size
+    if together:
+        yield together
 
 
 def _by_torch(
@@ -114,9 +124,8 @@ def _by_torch(
         [_filled(x) for x in tensors] for tensors in (masters, gradients, exp_avgs, exp_avg_sqs)
     )
     torch._fused_adamw_(  # torch.optim.AdamW(fused=True) calls this too, but counts the steps of each shard itself
-        new_masters, full_gradients, new_exp_avgs, new_exp_avg_sqs, [], [step.view(()).float()] * len(masters),
-        lr=lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr,
-        beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        new_masters, full_gradients, new_exp_avgs, new_exp_avg_sqs, [], [step] * len(masters),
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
     for old, new in zip(masters + exp_avgs + exp_avg_sqs, new_masters + new_exp_avgs + new_exp_avg_sqs, strict=True):
         if new is not old:

@@ -138,17 +138,17 @@ class ShardUpdate:
         moments = self.exp_avg, self.exp_avg_sq
         return moments if self.master is None else (self.master, *moments)
 
-    def blocks(self, *others: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield the bounds [a, b) of `blocks_of` this shard. others: further tensors of it that may be in the store."""
-        return blocks_of((*self.state, *others), self.store, self.staging, self.following)
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the bounds [a, b) of `blocks_of` this shard."""
+        return blocks_of(self.state, self.store, self.staging, self.following)
 
     def apply(self, gradient: Tensor, values: Tensor) -> None:
         """Update the whole shard. gradient: [n], of any floating dtype. values: [n], the parameters, written.
 
         The parameters may be in the store too.
         """
-        for a, b in self.blocks(values):
-            self.block(a, b, gradient[a:b], values[a:b])
+        for part in self.store.blocks((*self.state, values), self.following):
+            self.block(part.start, part.stop, gradient[part], values[part])
 
     def block(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
         """Update elements [a, b) of the state and of the parameters, as `apply` does."""
