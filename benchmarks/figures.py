@@ -140,9 +140,13 @@ FIGURES = (
         for k, least in ((768, 1.30), (1600, 1.30), (4096, 1.10), (8192, 1.02))
     ),
     Target(
-        "gemm + bias + gelu, argument kept / cuBLASLt's epilogue", "epilogues", "kept", 1.00, "GELU_AUX_BIAS", speedup
+        "gemm + bias + gelu, argument kept / cuBLASLt's epilogue", "epilogues", "kept", 1.00, "GELU_AUX_BIAS", speedup,
+        ", gelu",
     ),
-    Target("gemm + bias + gelu / cuBLASLt's epilogue", "epilogues", "not kept", 1.00, "_addmm_activation", speedup),
+    Target(
+        "gemm + bias + gelu / cuBLASLt's epilogue", "epilogues", "not kept", 1.00, "_addmm_activation", speedup,
+        ", gelu",
+    ),
     Target("gemm + bias + gelu / eager, no graph", "gemm", "inference", 1.10, EAGER, speedup, ", gelu"),
     Target("gemm + bias + gelu / eager, in training", "gemm", "forward", 1.10, EAGER, speedup, ", gelu"),
     Target("gemm + bias + gelu / torch.compile, no graph", "gemm", "inference", 1.00, COMPILED, speedup, ", gelu"),

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import contact_products, contact_training
 from benchmarks.apart import Row, Rows, append, read
-from benchmarks.contact_products import CANDIDATES, LIMIT, SEPARATE
+from benchmarks.contact_products import CANDIDATES, GRADIENTS, LIMIT, SEPARATE, ActivatedProduct, Call, Gradient
 from benchmarks.contact_steps import Plan
 from benchmarks.contact_training import BEST, LAUNCHED, PEER, STEP, fastest, part_of
 from benchmarks.harness import OURS
@@ -20,23 +20,32 @@ def test_a_wrong_epilogue_is_not_timed_and_a_missing_library_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A candidate of torch alone and a wrong one stand for all; the interpreter's are in the rehearsal."""
-    right = CANDIDATES[SEPARATE]
+    right, right_gradient = CANDIDATES[SEPARATE], GRADIENTS[SEPARATE]
 
-    def wrong(x, weight, bias, activation, keep):  # type: ignore[no-untyped-def]
-        return right(x, weight, bias.index_fill(0, torch.tensor(9), 2.0), activation, keep)
+    def wrong(p: ActivatedProduct) -> Call | None:
+        return right(p._replace(bias=p.bias.index_fill(0, torch.tensor(9), 2.0)))
+
+    def wrong_gradient(g: Gradient) -> Call | None:
+        return right_gradient(g._replace(argument=g.argument.index_fill(1, torch.tensor(9), 0.5)))
 
     missing = {name: CANDIDATES[name] for name in ("GELU_AUX_BIAS", "quack")}
     monkeypatch.setattr(
         contact_products, "CANDIDATES", {SEPARATE: right, OURS: wrong, LIMIT: CANDIDATES[LIMIT], **missing}
     )
+    products = {SEPARATE: right_gradient, OURS: wrong_gradient, LIMIT: GRADIENTS[LIMIT]}
+    monkeypatch.setattr(contact_products, "GRADIENTS", products)
     contact_products.epilogues(Plan(tmp_path, True, 0, ()), Rows(tmp_path, "epilogues", FAR))
-    kept, dropped, plain = read(tmp_path)
+    kept, dropped, plain, residual, gradient = (
+        {each["candidate"]: each for each in row["measurements"]} | {"passed": row["passed"]} for row in read(tmp_path)
+    )
+    for row in (kept, dropped, gradient):
+        assert not row["passed"] and "median_us" in row[SEPARATE]
+        assert row[OURS]["error"].startswith("AssertionError: out[")
+    assert "median_us" in gradient[LIMIT]
     for row in (kept, dropped):
-        assert not row["passed"]
-        found = {each["candidate"]: each for each in row["measurements"]}
-        assert "median_us" in found[SEPARATE] and found[OURS]["error"].startswith("AssertionError: out[")
-        assert found["quack"]["error"].startswith("ModuleNotFoundError")
-    assert "GELU_AUX_BIAS" not in found and len(plain["measurements"]) == 1
+        assert row["quack"]["error"].startswith("ModuleNotFoundError")
+    assert "GELU_AUX_BIAS" in kept and "GELU_AUX_BIAS" not in dropped and set(plain) == {LIMIT, "passed"}
+    assert "median_us" in residual[LIMIT]
 
 
 def _measured(candidate: str, case: str, median: float) -> Row:
