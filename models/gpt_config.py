@@ -71,6 +71,8 @@ class GPTConfig:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if not 0.0 <= self.layer_norm_epsilon < 1.0:
+            raise ValueError(f"layer_norm_epsilon {self.layer_norm_epsilon}: expected 0 <= layer_norm_epsilon < 1")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout {self.dropout}: expected 0 <= dropout < 1")
         if self.n_head % tp:

@@ -74,6 +74,10 @@ REFUSED = {
     "train --parallel.pp-schedule zbv --parallel.pp-layers 2": (
         "--parallel.pp-schedule zbv, --parallel.pp-layers 2: only for --parallel.pp of at least 2"
     ),
+    "train --train.compile=true": "--train.compile=true: --train.compile takes no value",
+    "train --data.path=": "--data.path '': expected a path",
+    "train --model.layer-norm-epsilon nan": "layer_norm_epsilon nan: expected 0 <= layer_norm_epsilon < 1",
+    "train --parallel.pp 1000000000": "--parallel.pp 1000000000: 1000000000 stages: expected at most 1024",
     "train --parallel.pp 2 --parallel.pp-stages-per-rank -1": "--parallel.pp-stages-per-rank -1: expected at least 1",
     "train --parallel.pp 2 --parallel.pp-stages-per-rank 2": (
         "--parallel.pp-stages-per-rank 2: schedule 1f1b with 2 stages on each rank: expected 1\n"

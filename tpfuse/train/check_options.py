@@ -20,6 +20,7 @@ from tpfuse.train.rules import check_rules
 from tpfuse.train.schedule import lowest, steps_of
 from tpfuse.zero.compression import compression_of
 
+_MOST_STAGES = 1024  # no model has more layers, and the order of so many takes seconds
 _LONGEST_TIMEOUT = 1e6
 
 
@@ -110,6 +111,9 @@ def _check_batch(options: TrainCommand) -> None:
             f"--train.micro-batch {train.micro_batch} does not divide the {train.batch // ranks} sequences of each"
             f" {kind} (--train.batch {train.batch}, {'virtual-ranks' if train.virtual_ranks else 'dp'} {ranks})"
         )
+    stages = options.parallel.pp * (options.parallel.pp_stages_per_rank or 1)
+    if stages > _MOST_STAGES:
+        raise UserError(f"--parallel.pp {options.parallel.pp}: {stages} stages: expected at most {_MOST_STAGES}")
     with refusing(f"--parallel.pp-stages-per-rank {options.parallel.pp_stages_per_rank}: "):
         stage_owners(options.parallel)
     if options.parallel.pp > 1:

@@ -25,7 +25,7 @@ from tpfuse.checkpoint import untrusted
 from tpfuse.checkpoint.untrusted import quoted, reading
 from tpfuse.errors import UserError
 from tpfuse.nearest import nearest
-from tpfuse.train.flags import HELP, flags_of, key_of, unknown
+from tpfuse.train.flags import HELP, check_paths, flags_of, key_of, unknown
 from tpfuse.train.option_marks import meaningless, without
 from tpfuse.train.options import FIRST, ModelOptions, PrepareCommand, Preset, TrainCommand
 from tpfuse.train.schedule import lowest
@@ -52,6 +52,7 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
         _print_help(kind, default, command, everything="--help-all" in arguments)
     if homes := [word for word in arguments if re.match(r"--[\w.-]+=~(/|$)", word)]:
         raise UserError(f"{homes[0]}: shells leave ~ as it is here: write {homes[0].replace('=', ' ', 1)}")
+    check_paths(kind, arguments)
     printed = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class Corpus:
         """
         self.left_out, self.empty, done, begun, documents = [], 0, 0, False, self.documents
         sizes = [_status(path)[0] for path in self.paths]
+        tqdm.set_lock(threading.RLock())  # its own has a semaphore, which would outlive a rank that exits at once
         with tqdm(desc=doing, total=sum(sizes), unit="B", unit_scale=True, delay=_QUIET, disable=None) as bar:
             for path, size in zip(self.paths, sizes, strict=True):
                 for text, ends in self._of_file(path, bar, done):

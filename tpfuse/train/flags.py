@@ -4,7 +4,8 @@ import argparse
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from tpfuse.checkpoint.untrusted import quoted
 from tpfuse.errors import UserError
@@ -31,8 +32,21 @@ def flags_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, hint
 
 
+def check_paths(kind: type, arguments: Sequence[str]) -> None:
+    """Raise UserError for an option that is an empty path, as an unset variable of a shell is: it would mean "."."""
+    paths = {f"--{name}" for name, hint in flags_of(kind) if Path in (hint, *get_args(hint))}
+    for index, word in enumerate(arguments):
+        flag, joined, given = word.partition("=")
+        empty = not given if joined else "" in arguments[index + 1 : index + 2]
+        if empty and flag.replace("_", "-") in paths:
+            raise UserError(f"{flag} '': expected a path")
+
+
 def unknown(kind: type, word: str, arguments: Sequence[str], command: str) -> str:
     """Return what is wrong with a word of the command line that is neither an option nor its value."""
+    switches = [each for each in arguments if each.startswith("--") and each.partition("=")[1:] == ("=", word)]
+    if switches and word not in arguments:
+        return f"{switches[0]}: {switches[0].partition('=')[0]} takes no value; --help lists what switches it off"
     if not word.startswith("-"):
         before = [each for each in arguments[: arguments.index(word)] if each.startswith("--")][-1:]
         after = f" after {before[0]}, which takes one value: put a pattern in quotes" if before else ""
