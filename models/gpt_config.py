@@ -61,6 +61,9 @@ class GPTConfig:
     def check_context(self, tp: int) -> None:
         """Context-parallel ranks can share the sequences of every GPT."""
 
+    def check_documents(self) -> None:
+        """Every GPT can mask documents."""
+
     def check_prompt(self, tokens: int) -> None:
         """Every prompt can be continued: the last `n_positions` tokens count."""
 

@@ -264,6 +264,31 @@ def test_packed_documents_are_as_separate_as_on_one_rank(family: str, ways: tupl
 
 
 @on_ranks(2)
+def test_documents_that_a_family_does_not_separate_meet_over_a_context_too() -> None:
+    plain, model = decoder("gpt_oss"), decoder("gpt_oss")
+    parallelize(model, mesh_of(1, 1, 2))
+    with exact(plain):
+        _close(*(each(IDS, position_ids=PACKED, labels=IDS, use_cache=False).loss for each in (model, plain)))
+
+
+@on_ranks(2)
+def test_another_attention_than_that_of_the_context_is_refused_but_serves_a_cache() -> None:
+    plain, model = decoder("llama").eval(), decoder("llama").eval()
+    plain.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
+    parallelize(model, mesh_of(1, 1, 2))
+    texts = [each.generate(IDS, max_new_tokens=4, cache_implementation="static") for each in (plain, model)]
+    assert torch.equal(*texts)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attn_implementation is 'sdpa' now, .* tokens alone: expected 'tpfuse_ring'"):
+        model(IDS)
+    assert model(IDS, use_cache=True).logits.shape[1] == IDS.shape[1]
+    model.set_attn_implementation("tpfuse_ring")
+    with exact(plain):
+        _close(model(IDS).logits, plain(IDS).logits)
+
+
+@on_ranks(2)
 def test_a_sharded_pass_says_that_it_keeps_no_cache() -> None:
     model = parallelize(decoder("llama"), mesh_of(1, 1, 2)).eval()
     line = r"keeps no key/value cache: call the model with use_cache=True for one; every rank then computes all"

@@ -154,8 +154,14 @@ def test_every_layout_of_a_decoder_masks_as_one_rank(family: str, layout: dict[s
 
 
 def test_a_model_that_cannot_mask_is_refused_before_a_run_starts(tmp_path: Path, commands: Commands) -> None:
-    decoder("bloom", torch.float32).config.save_pretrained(tmp_path / "bloom")
-    words = "train", "--model.from", str(tmp_path / "bloom"), "--out", str(tmp_path / "run"), "--data.documents", "mask"
-    said = commands.fail(*words)
-    assert f"--model.from {tmp_path / 'bloom'}: --data.documents mask: BloomForCausalLM does not use" in said
-    assert said.endswith(": give --data.documents attend") and not (tmp_path / "run").exists()
+    for family in ("gpt_oss", "falcon_h1"):  # masks that do not follow positions; states that pass through all tokens
+        decoder(family, torch.float32).config.save_pretrained(tmp_path / family)
+        model = "--model.from", str(tmp_path / family), "--out", str(tmp_path / "run")
+        said = commands.fail("train", *model, "--data.documents", "mask")
+        assert f"error: --model.from {tmp_path / family}: --data.documents mask: " in said
+        assert (
+            said.endswith(
+                "ForCausalLM lets a document see those before it, whatever its positions: give --data.documents attend"
+            )
+            and not (tmp_path / "run").exists()
+        )

@@ -81,6 +81,25 @@ def prove_context(model: nn.Module) -> None:
         ) from None
 
 
+def separates_documents(model: nn.Module) -> bool:
+    """Return whether positions that start again separate documents, without an attention mask and a cache.
+
+    The output of the second of two documents must be what it is alone. It is tried as in `prove_context`, but with the
+    model's own attention. A model that cannot be tried counts as one that does not separate them.
+    """
+    try:
+        with apart(), torch.no_grad():
+            made = stood_in(model, None)
+            ids = (3 + torch.arange(_SEQUENCES * 2 * _TOKENS)).view(_SEQUENCES, -1)
+            positions = torch.arange(2 * _TOKENS).remainder(_TOKENS).expand(_SEQUENCES, -1)
+            both = _run(made, ids, positions, use_cache=False)[:, _TOKENS:]
+            alone = _run(made, ids[:, _TOKENS:], positions[:, _TOKENS:], use_cache=False)
+            agree("the output of a document behind another one", both, alone, largest_value(alone))
+    except NotImplementedError:
+        return False
+    return True
+
+
 def stood_in(model: nn.Module, attention: str | None) -> Any:
     """Return a `sketch` with cheap functions of each token in the place of linear layers and embeddings.
 
@@ -139,9 +158,9 @@ def _passed(kept: list[Any], *args: Any, **kwargs: Any) -> Any:
     return with_first_tensor(kept[0], first_input(args, kwargs)) if kept else first_input(args, kwargs)
 
 
-def _run(made: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+def _run(made: nn.Module, ids: Tensor, positions: Tensor, **more: Any) -> Tensor:
     try:
-        return first_tensor(made(input_ids=ids, position_ids=positions, return_dict=True))
+        return first_tensor(made(input_ids=ids, position_ids=positions, return_dict=True, **more))
     except NotImplementedError:
         raise
     except Exception as error:  # any code may raise anything

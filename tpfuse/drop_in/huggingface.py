@@ -35,14 +35,13 @@ from tpfuse.drop_in.decoder_stages import DecoderStages
 from tpfuse.drop_in.layer_hooks import show_shards, show_whole
 from tpfuse.drop_in.loss_proof import prove_loss
 from tpfuse.drop_in.outputs import whole_states
-from tpfuse.drop_in.parallel_forward import ParallelForward
+from tpfuse.drop_in.parallel_forward import ATTENTION, ParallelForward
 from tpfuse.drop_in.sharded_tokens import ShardedTokens, sharded_tokens
 from tpfuse.drop_in.structure import decoders
 from tpfuse.drop_in.styles import PLAN_STYLES
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.parallel.pipeline.cut import Stage
 
-ATTENTION = "tpfuse_ring"
 _RELEASE = (5, 24)  # the oldest release of transformers whose plans and conversions of weights are these
 # Methods of transformers' and PEFT's models that read or replace whole weights, or add layers of their sizes.
 _CHANGES = ("resize_token_embeddings", "merge_and_unload", "merge_adapter", "add_adapter")
@@ -176,8 +175,11 @@ def cut(model: nn.Module, stages: Sequence[Stage]) -> DecoderStages:
     return forward.stages
 
 
-def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
-    """Raise ValueError if `whole`, or the model in it, cannot be sharded over a context."""
+def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int) -> bool:
+    """Raise ValueError if `whole`, or the model in it, cannot be sharded over a context.
+
+    Return whether positions that start again separate documents in it.
+    """
     model = outermost(whole)
     if model is None:
         raise ValueError(
@@ -208,6 +210,7 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
                 f"context parallelism: the loss of {type(model).__name__} cannot be computed from shards of the tokens:"
                 f" {reason}; use a mesh without cp"
             ) from None
+    return context_proof.separates_documents(model)
 
 
 def _is_base(model: Any) -> bool:
@@ -245,11 +248,13 @@ def whole_logits(whole: nn.Module) -> dict[str, str]:
     return {}
 
 
-def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None, sliced: bool) -> None:
+def adapt(
+    whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | None, sliced: bool, separates: bool = True
+) -> None:
     """Replace the forward of `outermost` after its layers have been converted. `release` and `restore_module` undo it.
 
     context: the ranks that share each sequence; those of one rank share nothing. sliced: whether the loss is computed
-    from slices of the logits.
+    from slices of the logits. separates: what `check_context` returned.
     """
     model, states = outermost(whole), whole_states(whole)
     for decoder, hook in states.items():
@@ -267,7 +272,7 @@ def adapt(whole: nn.Module, context: ContextParallel, tensor_mesh: DeviceMesh | 
     sharded = isinstance(head, ConvertedColumnLinear) and head.gather_output and head.group is not None
     attention = their.config._attn_implementation
     forward = ParallelForward(
-        model, head if sharded else None, context if context.groups else None, tensor_mesh, attention
+        model, head if sharded else None, context if context.groups else None, tensor_mesh, attention, separates
     )
     forward.states = states.get(model)
     model.__dict__["forward"] = forward

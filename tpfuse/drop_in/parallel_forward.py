@@ -71,6 +71,7 @@ class _NoCache:
 
 
 _NO_CACHE = _NoCache()
+ATTENTION = "tpfuse_ring"  # attn_implementation over a context
 
 
 class ParallelForward(AveragedGradients):
@@ -79,7 +80,7 @@ class ParallelForward(AveragedGradients):
     head: the projection to the vocabulary, whose output stays sharded for the loss. context: None for one rank. stages:
     those of this rank, if the model has been cut: the arguments stage and stage_input then choose one of them and give
     its input, and all but the last stage return the input of the next one. attention: the implementation that the model
-    had before.
+    had before. separates: whether its masks separate documents whose positions start again; some families' do not.
     """
 
     stages: DecoderStages | None = None
@@ -100,9 +101,10 @@ class ParallelForward(AveragedGradients):
         context: ContextParallel | None,
         tensor_mesh: DeviceMesh | None,
         attention: str | None,
+        separates: bool,
     ) -> None:
         self.model, self.head, self.context, self.tensor_mesh = model, head, context, tensor_mesh
-        self.attention = attention
+        self.attention, self.separates = attention, separates
         self.tensor_ranks = 1 if tensor_mesh is None else tensor_mesh.size()
         self.compare_inputs = InputComparison(type(model).__name__)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
@@ -127,21 +129,29 @@ class ParallelForward(AveragedGradients):
         if self.context is None:
             return self._run(kwargs, None)
         self.average_gradients()
-        if context is not None:
-            return self._run(kwargs, context)
-        with self._own_attention():
-            return self._run(kwargs, None)
+        if context is None:
+            with self._own_attention():
+                return self._run(kwargs, None)
+        set_now = cast(Any, self.model).config._attn_implementation
+        if set_now != ATTENTION:
+            raise ValueError(
+                f"context parallelism: attn_implementation is {set_now!r} now, by which a rank would attend to its own"
+                f" tokens alone: expected {ATTENTION!r}; choose another one before tpfuse.parallelize"
+            )
+        return self._run(kwargs, context)
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
-        """Let the layers attend to all tokens as they did before the conversion."""
+        """Let the layers attend to all tokens as they did before the conversion, or as was set since then."""
         model: Any = self.model
-        over_context = model.config._attn_implementation
+        if model.config._attn_implementation != ATTENTION:
+            yield
+            return
         model.set_attn_implementation(self.attention)
         try:
             yield
         finally:
-            model.set_attn_implementation(over_context)
+            model.set_attn_implementation(ATTENTION)
 
     def _makes_cache(self, kwargs: dict[str, Any]) -> bool:
         """Return whether the model's own forward would make a key/value cache for these arguments."""
@@ -175,7 +185,10 @@ class ParallelForward(AveragedGradients):
         meet("generate", *groups)
         compare_inputs("generate", given, groups, device)
         share_generators(groups, device.type)
-        return generate(self.model, *args, **kwargs)
+        if not cached or self.context is None:
+            return generate(self.model, *args, **kwargs)
+        with self._own_attention():  # it makes masks for a static cache, before the model runs
+            return generate(self.model, *args, **kwargs)
 
     def _run(self, kwargs: dict[str, Any], context: ContextParallel | None) -> Any:
         with_loss = kwargs.get("labels") is not None
@@ -307,9 +320,11 @@ class ParallelForward(AveragedGradients):
     def _separates_documents(self, kwargs: dict[str, Any], batch: int) -> bool:
         """Return whether positions that start again separate documents in transformers, without an attention mask.
 
-        Its masks do so where there is no key/value cache, and flash attention for a batch of one sequence.
+        Most families' masks do so where there is no key/value cache, and flash attention for a batch of one sequence.
         """
-        return batch == 1 if "flash" in (self.attention or "") else not self._makes_cache(kwargs)
+        if "flash" in (self.attention or ""):
+            return batch == 1
+        return self.separates and not self._makes_cache(kwargs)
 
     def _check_padding(self, mask: Tensor, unseeing: Tensor, shifted: Tensor | None) -> None:
         """Raise ValueError if the output at a token of padding, which is not that of the original, has a label.

@@ -22,6 +22,7 @@ from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
 from tpfuse.drop_in.conversion import Original, recorded, restore_module
 from tpfuse.drop_in.outline import outline
+from tpfuse.drop_in.parallel_forward import ATTENTION
 from tpfuse.drop_in.structure import Recognised, recognise
 from tpfuse.drop_in.styles import check_unconverted
 from tpfuse.drop_in.weights import find_weights, offer_save_pretrained, read_weights, take_weights
@@ -98,8 +99,7 @@ def parallelize(
     ranks = 1 if tensor_mesh is None else tensor_mesh.size()
     if huggingface.outermost(model) is not None:
         huggingface.register()
-    if context.groups:
-        huggingface.check_context(model, context, ranks)
+    separates = not context.groups or huggingface.check_context(model, context, ranks)
     styles: dict[str, list[ParallelStyle]] = {}
     kept: dict[str, str] = {}
     if not isinstance(plan, str):
@@ -131,11 +131,11 @@ def parallelize(
             done = _apply(model, tensor_mesh, styles, kept, 0 if weights is None else None)
         if context.groups:
             reason = f"attention over cp {context.size}, schedule {context.schedule}"
-            done.append(Replacement("", type(model).__name__, huggingface.ATTENTION, reason))
+            done.append(Replacement("", type(model).__name__, ATTENTION, reason))
         model.__dict__["replacements"] = done
         if weights is not None:
             take_weights(model, read, mesh.device_type)
-        huggingface.adapt(model, context, tensor_mesh, not whole_logits)
+        huggingface.adapt(model, context, tensor_mesh, not whole_logits, separates)
         if tensor_mesh is not None:
             huggingface.refuse_changes(model)
         offer_save_pretrained(model, mesh)

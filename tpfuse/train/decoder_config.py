@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpfuse.comm.stored_tensors import StoredTensor
+from tpfuse.drop_in.context_proof import separates_documents
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.drop_in.huggingface import causal_model, check_context, configuration, quiet
 from tpfuse.drop_in.parallelize import outlined_shards
@@ -200,6 +201,12 @@ class DecoderConfig:
     def check_context(self, tp: int) -> None:
         """Raise ValueError if context-parallel ranks cannot share the model's sequences."""
         check_context(self.empty(torch.float32), ONE_RANK, tp)
+
+    def check_documents(self) -> None:
+        """Raise ValueError if a document in a sequence would see those before it, whatever its positions."""
+        model = self.empty(torch.float32)
+        if not separates_documents(model):
+            raise ValueError(f"{type(model).__name__} lets a document see those before it, whatever its positions")
 
     def find_weights(self, folder: Path) -> tuple[dict[str, list[StoredTensor]], str]:
         """Return the tensors in a folder's files for each parameter, by its name, and a line about others, or "".

@@ -68,14 +68,11 @@ def _check_ranks(options: TrainCommand, config: ModelConfig) -> None:
 
 
 def _check_mask(options: TrainCommand, config: ModelConfig) -> None:
-    """Raise UserError if the model cannot mask documents: one of transformers does it like context-parallel ranks."""
+    """Raise UserError if the model cannot mask documents."""
     if options.data.documents == "mask":
-        try:
-            config.check_context(1)
-        except ValueError as error:
-            reason = str(error).removeprefix("context parallelism: ")
-            mask = f"--data.documents mask: {reason}: give --data.documents attend"
-            raise UserError(f"--model.from {options.model.from_}: {mask}") from None
+        given = f"--model.from {options.model.from_}: --data.documents mask: "
+        with refusing(given, ": give --data.documents attend"):
+            config.check_documents()
 
 
 def _check_cut(options: TrainCommand, config: ModelConfig) -> None:
