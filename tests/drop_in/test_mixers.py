@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.support.decoders import decoder
+from tests.support.decoders import decoder, exact
 from tests.support.meshes import tensor_mesh
-from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.drop_in import mixers, structure
 from tpfuse.drop_in.mixers import mixer_of
 from tpfuse.drop_in.parallelize import parallelize
+from tpfuse.drop_in.replicated import ShardedRMSNorm
 from tpfuse.drop_in.sketch import apart
 from tpfuse.drop_in.structure import recognise
 from tpfuse.layers.explain import plans
+from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
 
 IDS = torch.arange(3, 29).view(2, 13)
@@ -68,6 +70,35 @@ def test_a_rank_holds_its_heads() -> None:
             plan.operator for plan in plans(model) if plan.layer.endswith(("attn.norm", "mamba.norm"))
         }
         assert local_tensor(mixer.A_log).numel() == mixer.A_log.numel() // 2
+
+
+@on_ranks(2)
+def test_a_norm_over_the_features_of_all_ranks_works_in_half_types() -> None:
+    """Its input then has another dtype than its weight, and a rank has fewer features than the norm's one group."""
+    plain, model = (decoder("nemotron_h", torch.bfloat16, n_groups=1) for _ in range(2))
+    parallelize(model, tensor_mesh())
+    assert any(isinstance(module, ShardedRMSNorm) for module in model.modules())
+    losses = [each(input_ids=IDS, labels=IDS).loss for each in (plain, model)]
+    torch.testing.assert_close(*losses, rtol=0.01, atol=0.01)
+
+
+@on_ranks(2)
+def test_adapters_of_what_every_rank_holds_of_a_mixer_have_whole_gradients() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    options = LoraConfig(r=3, target_modules=["g_a_proj", "f_a_proj", "f_b_proj"], init_lora_weights=False)
+    plain, model = (get_peft_model(decoder("kimi_linear"), options) for _ in range(2))
+    for each in (plain, model):
+        for seed, x in enumerate(each.double().parameters()):
+            if x.requires_grad:
+                x.data.copy_(normal(seed, *x.shape) / 8)
+    parallelize(model, tensor_mesh())
+    with exact(plain.base_model.model):
+        for each in (plain, model):
+            each(input_ids=IDS, labels=IDS).loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if expected.requires_grad:
+            torch.testing.assert_close(gather_whole(found.grad), expected.grad, rtol=1e-9, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize(("family", "wrong"), [("falcon_h1", "_of_state_space"), ("qwen3_5", "_of_delta_rule")])

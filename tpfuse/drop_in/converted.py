@@ -295,3 +295,15 @@ def combined_class(first: type, second: type) -> type[nn.Module]:
 def _empty(first: type[nn.Module], second: type[nn.Module]) -> nn.Module:
     made = combined_class(first, second)
     return made.__new__(made)
+
+
+class LocalConfig:
+    """A model's configuration as a module of one rank reads it: with other numbers of heads, for instance."""
+
+    def __init__(self, config: Any, **values: Any) -> None:
+        self.__dict__.update(config=config, values=values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "values" not in self.__dict__:
+            raise AttributeError(name)
+        return self.values[name] if name in self.values else getattr(self.config, name)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import rank_and_size
-from tpfuse.drop_in.converted import Converted
+from tpfuse.drop_in.converted import Converted, LocalConfig
 from tpfuse.drop_in.shards import with_summed_gradients
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.local_parameter import local
@@ -54,6 +55,14 @@ class ExpertShards:
                 packed = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
                 return (dim + 1, packed) if parts > 1 else (dim, tuple(shape))
         return None, tuple(shape)
+
+    def unaligned(self, module: nn.Module, mesh: DeviceMesh) -> bool:
+        """Return whether the experts would compute by torch's grouped products, but not with a rank's features.
+
+        They need rows of multiples of 16 bytes, and autocast may convert weights to two bytes an element.
+        """
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        return implementation == "grouped_mm" and self.inner // mesh.size() % 8 > 0
 
     def small(self, module: nn.Module, features: int, inner: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes that the parameters would have with other numbers of features."""
@@ -95,6 +104,11 @@ def expert_shards(module: nn.Module) -> Iterator[ExpertShards]:
                 yield ExpertShards((*divided, (out, out_dim, 1)), once, experts, features, inner)
 
 
+def loops_over_experts(config: Any) -> LocalConfig:
+    """Return the configuration of experts that compute one after another."""
+    return LocalConfig(config, _experts_implementation="eager")
+
+
 class ShardedExperts(Converted):
     """Experts that compute with this rank's part of their inner features. `combined_class` makes an instance's class.
 
@@ -107,6 +121,9 @@ class ShardedExperts(Converted):
         out, *_ = self.shards.sharded[-1]
         part = tuple(local_tensor(self._parameters[out]).shape)  # type: ignore[attr-defined]
         reason = f"every rank has a part of each of {self.shards.experts} experts"
+        if isinstance(self.__dict__.get("config"), LocalConfig):
+            inner = part[self.shards.sharded[-1][1]]
+            reason += f", one after another: grouped_mm takes multiples of 8 features, and a rank has {inner}"
         return LayerPlan(
             name, self.unconverted.kind.__name__, tuple(self.unconverted.shapes[out]), part, "its own forward",
             "sharded", reason,

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,7 @@ class ReplicatedModule(Converted):
     @contextlib.contextmanager
     def _plain_parameters(self) -> Iterator[None]:
         held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        plain: list[tuple[Any, Iterable[str]]] = []
 
         def replace(attributes: dict[str, Any], new: dict[str, Any]) -> None:
             held.append((attributes, {name: attributes[name] for name in new}))
@@ -64,9 +66,9 @@ class ReplicatedModule(Converted):
             if not isinstance(module, ReplicatedModule) or (module.sum_gradients and module is not self):
                 continue
             parameters: dict[str, Any] = module._parameters  # type: ignore[attr-defined]
-            replace(
-                parameters, {name: module._plain(name, x) for name, x in parameters.items() if isinstance(x, DTensor)}
-            )
+            own = {name: module._plain(name, x) for name, x in parameters.items() if isinstance(x, DTensor)}
+            plain.append((module, own.keys()))
+            replace(parameters, own)
         buffers: dict[str, Any] = self._buffers  # type: ignore[attr-defined]
         replace(buffers, {name: self._plain(name, x) for name, x in buffers.items() if name in self.rows})
         if self.evaluates:
@@ -76,6 +78,10 @@ class ReplicatedModule(Converted):
         finally:
             for attributes, before in held:
                 attributes.update(before)
+            for module, names in plain:  # PEFT's adapters of a parameter leave the plain tensor elsewhere too
+                for name in names:
+                    module.__dict__.pop(name, None)
+                    module._buffers.pop(name, None)
 
     def _plain(self, name: str, x: Tensor) -> Tensor:
         """Return what the forward reads in the place of one of the module's own tensors."""
@@ -135,9 +141,17 @@ class ShardedRMSNorm(ReplicatedModule):
         out = sharded_rms_norm(given, offset + wide if offset else weight, eps, self.group)
         if factor is not None and gates == "output":
             out = out * factor
-        if x.dtype == weight.dtype:
-            return out.to(x.dtype)
-        return out.to(super().forward(x.detach().flatten(0, -2)[:1]).dtype)
+        return out.to(x.dtype if x.dtype == weight.dtype else self._dtype_for(x))
+
+    @torch.no_grad()
+    def _dtype_for(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of the module's own forward for x, which it says of a row of all ranks' features."""
+        ranks, weight = dist.get_world_size(self.group), local(self.weight)
+        row = x.new_zeros(1, ranks * x.shape[-1])
+        with self._plain_parameters():
+            self._parameters["weight"] = weight.new_zeros(ranks * len(weight))  # type: ignore[attr-defined]
+            found: Tensor = super(ReplicatedModule, self).forward(row)  # type: ignore[misc]
+        return found.dtype
 
 
 @torch.no_grad()

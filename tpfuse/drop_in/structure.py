@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfuse.drop_in.converted import Ranges
+from tpfuse.drop_in.converted import LocalConfig, Ranges
 from tpfuse.drop_in.experts import IMPLEMENTATIONS, ExpertShards, expert_shards
 from tpfuse.drop_in.heads import Sections, section_ranges, served_heads
 from tpfuse.drop_in.mixers import Mixer, is_mixer, mixer_of
@@ -541,7 +541,7 @@ def _plan_attention(
     }  # fmt: skip
     attributes: dict[str, Any] = {name: value for name, value in of_rank.items() if hasattr(module, name)}
     if inner == ("qkv_proj",):
-        attributes["config"] = LocalHeads(module.config, num_attention_heads=local, num_key_value_heads=own_keys)
+        attributes["config"] = LocalConfig(module.config, num_attention_heads=local, num_key_value_heads=own_keys)
     for name, style in _projection_styles(module, inner, heads, shared, size, served).items():
         _plan_linear(plan, _join(path, name), module.get_submodule(name), style)
     _plan_linear(plan, _join(path, outer), module.get_submodule(outer), _row_style(length is not None))
@@ -570,7 +570,9 @@ def _plan_mixer(
         if name == mixer.conv:
             tensors[name] = {each: (0, ranges) for each, _ in module.get_submodule(name).named_parameters()}
         elif not sections:
-            plan.add(_join(path, name), ReplicatedParallel(sum_gradients=True))
+            for each, child in module.get_submodule(name).named_modules():  # of an adapter, its parts
+                if any(True for _ in child.parameters(recurse=False)):
+                    plan.add(_join(path, name, each), ReplicatedParallel(sum_gradients=True))
         elif own in part._modules:
             _, given = _linear(module, name)
             if given != rows:
@@ -673,15 +675,3 @@ def _heads(module: nn.Module, inner: tuple[str, ...], outer: str) -> tuple[int, 
     if not fits or heads < 1 or shared < 1 or heads % shared:
         raise NotImplementedError(f"{heads} query heads and {shared} key/value heads do not fit its projections")
     return heads, shared, size
-
-
-class LocalHeads:
-    """A model's configuration as an attention module of one rank reads it: with other numbers of heads."""
-
-    def __init__(self, config: Any, **values: int) -> None:
-        self.__dict__.update(config=config, values=values)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "values" not in self.__dict__:
-            raise AttributeError(name)
-        return self.values[name] if name in self.values else getattr(self.config, name)
