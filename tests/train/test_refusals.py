@@ -53,7 +53,7 @@ REFUSED = {
     "train --optim.decay 5": "--optim.decay 5: only for --optim.schedule wsd",
     "train --optim.schedule constant --optim.decay-steps 9": "--optim.decay-steps 9: only for",
     "train --optim.muon-lr 0.02": "--optim.muon-lr 0.02: only for --optim.name muon",
-    "train --optim.name muon --optim.muon-momentum 1": "--optim.name muon: Muon: lr None, weight_decay None, ",
+    "train --optim.name muon --optim.muon-momentum 1": "--optim.name muon: Muon: momentum 1.0: expected from 0",
     "train --optim.name muon --optim.muon-coefficients 3,-4": "muon-coefficients '3,-4': expected three numbers",
     "train --optim.name muon --optim.muon-lr 1 --optim.lr 0": "--optim.muon-lr follows the schedule of --optim.lr",
     "train --train.virtual-ranks 6": "--train.virtual-ranks: virtual_ranks 6: expected a power of two, or 0",

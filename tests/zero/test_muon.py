@@ -154,7 +154,7 @@ def test_own_loops_say_which_matrices_muon_updates() -> None:
         ZeroOptimizer(model, stage=0, matrices={"0.weight": 1})
     with pytest.raises(ValueError, match="algorithm is 'lion'"):
         ZeroOptimizer(model, stage=0, algorithm="lion")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"momentum 1\.0.*: expected momentum from 0 to below 1"):
+    with pytest.raises(ValueError, match=r"Muon: momentum 1\.0: expected from 0 to below 1"):
         MuonOptions(momentum=1.0)
     optimizer = ZeroOptimizer(model, stage=0, algorithm="muon", matrices={"0.weight": 2})
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2, 1]

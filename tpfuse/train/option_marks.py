@@ -33,7 +33,7 @@ def value_of(options: Any, place: Place) -> Any:
     """Return the value of an option; None for one that is not set, as TOML may say it."""
     for name in place:
         options = getattr(options, name)
-    return options or None
+    return None if options == "" else options
 
 
 def meaningless(options: TrainCommand) -> list[Place]:

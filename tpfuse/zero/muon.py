@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -56,21 +56,18 @@ class MuonOptions:
     adjust_lr_fn: AdjustedRate = "match_rms_adamw"
 
     def __post_init__(self) -> None:
-        given = {item.name: getattr(self, item.name) for item in fields(self)}
-        if not (
-            all(given[name] is None or 0 <= given[name] < math.inf for name in ("lr", "weight_decay"))
-            and 0 <= self.momentum < 1
-            and 0 <= self.eps < math.inf
-            and 0 < self.ns_steps < 100
-            and len(self.ns_coefficients) == 3
-            and all(map(math.isfinite, self.ns_coefficients))
-            and self.adjust_lr_fn in get_args(AdjustedRate)
+        coefficients, adjusted = self.ns_coefficients, get_args(AdjustedRate)
+        for name, right, expected in (
+            ("lr", self.lr is None or 0 <= self.lr < math.inf, "at least 0"),
+            ("weight_decay", self.weight_decay is None or 0 <= self.weight_decay < math.inf, "at least 0"),
+            ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
+            ("eps", 0 <= self.eps < math.inf, "at least 0"),
+            ("ns_steps", 0 < self.ns_steps < 100, "1 to 99"),
+            ("ns_coefficients", len(coefficients) == 3 and all(map(math.isfinite, coefficients)), "three numbers"),
+            ("adjust_lr_fn", self.adjust_lr_fn in adjusted, " or ".join(adjusted)),
         ):
-            raise ValueError(
-                f"Muon: {', '.join(f'{name} {value}' for name, value in given.items())}: expected momentum from 0 to"
-                " below 1, 1 to 99 ns_steps, three ns_coefficients, no other number below 0, and adjust_lr_fn"
-                f" {' or '.join(get_args(AdjustedRate))}"
-            )
+            if not right:
+                raise ValueError(f"Muon: {name} {getattr(self, name)}: expected {expected}")
 
     def rate(self, lr: float, given: float | None = None) -> float:
         """Return the learning rate of the matrices: the given one, that of the options, or AdamW's `lr`."""
