@@ -8,14 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.support.decoders import decoder, exact
+from tests.support.decoders import adapted, check_adapters, decoder
 from tests.support.meshes import tensor_mesh
 from tests.support.tiers import exhaustive
 from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.drop_in.parallelize import parallelize, replacements
 from tpfuse.drop_in.structure import recognise
 from tpfuse.layers.explain import plans
-from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks
 
 IDS = torch.arange(3, 29).view(2, 13)
@@ -62,26 +61,14 @@ def test_a_rank_holds_its_part_of_every_expert_and_the_whole_router() -> None:
 
 @on_ranks(2)
 def test_adapters_of_shared_experts_are_divided_and_those_of_stacked_weights_leave_them_alone() -> None:
-    from peft import LoraConfig, get_peft_model
-
     for options in ({}, {"target_parameters": ["mlp.experts.down_proj"]}):
-        plain, model = (get_peft_model(decoder("qwen2_moe"), LoraConfig(r=3, **ADAPTED, **options)) for _ in range(2))
-        for each in (plain, model):
-            for seed, x in enumerate(each.double().parameters()):
-                if x.requires_grad:
-                    x.data.copy_(normal(seed, *x.shape) / 8)
+        plain, model = adapted("qwen2_moe", **ADAPTED, **options)
         parallelize(model, tensor_mesh())
         reasons = {each.module.partition("layers.0.mlp.")[2]: each.reason for each in replacements(model)}
         assert reasons["shared_expert.down_proj.base_layer"] == ""
         if options:
             assert reasons["experts.base_layer"].startswith("its stacked weights have adapters: expected adapters of")
-        with exact(plain.base_model.model):
-            for each in (plain, model, plain, model):  # a second pass meets what PEFT has left behind
-                each(input_ids=IDS, labels=IDS).loss.backward()
-        for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
-            if expected.requires_grad:
-                actual = gather_whole(found.grad)
-                torch.testing.assert_close(actual, expected.grad, rtol=1e-9, atol=1e-11, msg=name)
+        check_adapters(plain, model, IDS, passes=2)  # the second one meets what PEFT has left behind
 
 
 @on_ranks(2)

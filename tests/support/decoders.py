@@ -9,6 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from tpfuse.comm.layout import gather_whole
+from tpfuse.testing.inputs import normal
+
 SIZES = {
     "vocab_size": 101, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -162,6 +165,28 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) ->
         parameter.data.add_(torch.randn_like(parameter) / 20)
     torch.set_rng_state(state)
     return model.to(dtype).train()
+
+
+def adapted(family: str, **options: Any) -> tuple[Any, Any]:
+    """Return two equal decoders with PEFT's LoRA adapters of these options, of which no number is zero."""
+    from peft import LoraConfig, get_peft_model
+
+    models = tuple(get_peft_model(decoder(family), LoraConfig(r=3, **options)).double() for _ in range(2))
+    for model in models:
+        for seed, x in enumerate(model.parameters()):
+            if x.requires_grad:
+                x.data.copy_(normal(seed, *x.shape) / 8)
+    return models[0], models[1]
+
+
+def check_adapters(plain: Any, model: Any, ids: Tensor, passes: int = 1) -> None:
+    """Assert that the gradients of all adapters are those of the plain model, after some passes. Collective."""
+    with exact(plain.base_model.model):
+        for each in (plain, model) * passes:
+            each(input_ids=ids, labels=ids).loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if expected.requires_grad:
+            torch.testing.assert_close(gather_whole(found.grad), expected.grad, rtol=1e-9, atol=1e-11, msg=name)
 
 
 @contextlib.contextmanager

@@ -56,13 +56,15 @@ class ExpertShards:
                 return (dim + 1, packed) if parts > 1 else (dim, tuple(shape))
         return None, tuple(shape)
 
-    def unaligned(self, module: nn.Module, mesh: DeviceMesh) -> bool:
-        """Return whether the experts would compute by torch's grouped products, but not with a rank's features.
+    def attributes(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        """Return the attributes that the experts need on a rank: they loop where grouped products refuse its features.
 
-        They need rows of multiples of 16 bytes, and autocast may convert weights to two bytes an element.
+        These need rows of multiples of 16 bytes, and autocast may convert weights to two bytes an element.
         """
-        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        return implementation == "grouped_mm" and self.inner // mesh.size() % 8 > 0
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) != "grouped_mm" or self.inner // mesh.size() % 8 == 0:
+            return {}
+        return {"config": LocalConfig(config, _experts_implementation="eager")}
 
     def small(self, module: nn.Module, features: int, inner: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes that the parameters would have with other numbers of features."""
@@ -102,11 +104,6 @@ def expert_shards(module: nn.Module) -> Iterator[ExpertShards]:
                 divided = [(name, dim, parts) for name in weights]
                 divided += [(f"{name}_bias", 1, parts) for name in biases]
                 yield ExpertShards((*divided, (out, out_dim, 1)), once, experts, features, inner)
-
-
-def loops_over_experts(config: Any) -> LocalConfig:
-    """Return the configuration of experts that compute one after another."""
-    return LocalConfig(config, _experts_implementation="eager")
 
 
 class ShardedExperts(Converted):

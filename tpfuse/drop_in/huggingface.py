@@ -175,11 +175,8 @@ def cut(model: nn.Module, stages: Sequence[Stage]) -> DecoderStages:
     return forward.stages
 
 
-def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int) -> bool:
-    """Raise ValueError if `whole`, or the model in it, cannot be sharded over a context.
-
-    Return whether positions that start again separate documents in it.
-    """
+def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int) -> None:
+    """Raise ValueError if `whole`, or the model in it, cannot be sharded over a context."""
     model = outermost(whole)
     if model is None:
         raise ValueError(
@@ -210,7 +207,6 @@ def check_context(whole: nn.Module, context: ContextParallel, tensor_ranks: int)
                 f"context parallelism: the loss of {type(model).__name__} cannot be computed from shards of the tokens:"
                 f" {reason}; use a mesh without cp"
             ) from None
-    return context_proof.separates_documents(model)
 
 
 def _is_base(model: Any) -> bool:
@@ -254,7 +250,7 @@ def adapt(
     """Replace the forward of `outermost` after its layers have been converted. `release` and `restore_module` undo it.
 
     context: the ranks that share each sequence; those of one rank share nothing. sliced: whether the loss is computed
-    from slices of the logits. separates: what `check_context` returned.
+    from slices of the logits. separates: over a context, what `separates_documents` returned.
     """
     model, states = outermost(whole), whole_states(whole)
     for decoder, hook in states.items():

@@ -20,6 +20,7 @@ from tpfuse.comm.layout import has_values, is_sharded
 from tpfuse.comm.mesh import all_groups_of, check_order, context_mesh, groups_of
 from tpfuse.drop_in import huggingface
 from tpfuse.drop_in.check import compare, small_batch, small_step
+from tpfuse.drop_in.context_proof import separates_documents
 from tpfuse.drop_in.conversion import Original, recorded, restore_module
 from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.parallel_forward import ATTENTION
@@ -97,9 +98,12 @@ def parallelize(
     check_order(tensor_mesh)
     _check_whole(model)
     ranks = 1 if tensor_mesh is None else tensor_mesh.size()
-    if huggingface.outermost(model) is not None:
+    decoder = huggingface.outermost(model)
+    if decoder is not None:
         huggingface.register()
-    separates = not context.groups or huggingface.check_context(model, context, ranks)
+    if context.groups:
+        huggingface.check_context(model, context, ranks)
+    separates = decoder is not None and bool(context.groups) and separates_documents(decoder)
     styles: dict[str, list[ParallelStyle]] = {}
     kept: dict[str, str] = {}
     if not isinstance(plan, str):

@@ -246,7 +246,8 @@ class Proof:
             elif isinstance(style, ReplicatedParallel) and style.sharded and rms_norm_terms(self._modules[name]):
                 known[name] = KnownModule(features, features, others=features)
             elif isinstance(style, ReplicatedParallel) and width is not None and ".lora_" in name:
-                part = summand if ".lora_A" in name else output
+                base, *_ = styles[f"{name.partition('.lora_')[0]}.base_layer"]
+                part = output if isinstance(base, FusedRowwiseParallel) else summand
                 known[name] = KnownModule(part, part) if style.sum_gradients else KnownModule(entire, entire)
         return known
 

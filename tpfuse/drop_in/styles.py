@@ -47,7 +47,7 @@ from tpfuse.drop_in.converted import (
     Ranges,
     combined_class,
 )
-from tpfuse.drop_in.experts import ExpertShards, ShardedExperts, loops_over_experts
+from tpfuse.drop_in.experts import ExpertShards, ShardedExperts
 from tpfuse.drop_in.outline import outline
 from tpfuse.drop_in.replicated import replicate_
 from tpfuse.drop_in.sequence_hooks import PreparedInput, SequenceLength, SequenceShards, SplitOutput, hooked
@@ -362,7 +362,7 @@ class ShardedExpertsParallel(ParallelStyle):
         check_floats(module)
         layouts = {name: self.shards.layout(name, x.shape) for name, x in module.named_parameters()}
         kind = combined_class(ShardedExperts, type(module))
-        of_rank = {"config": loops_over_experts(module.config)} if self.shards.unaligned(module, device_mesh) else {}
+        of_rank = self.shards.attributes(module, device_mesh)
         convert(module, kind, device_mesh, layouts, self.src_data_rank, shards=self.shards, **of_rank)
         return module
 
