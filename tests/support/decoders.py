@@ -141,7 +141,14 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_layers": 2, "num_key_value_heads": 12, "head_dim": 4, "q_lora_rank": 16, "ffn_hidden_size": 96,
          "expert_ffn_hidden_size": 32, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1, **_LATENT},
     ),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 12}),  # tied
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 12}),  # tied; a norm of its embeddings
+    # Positions of its own; projections behind the embedding and before the head, and no last norm.
+    "opt": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 48, "dropout": 0.0}),
+    "opt_without_norm": (
+        "OPTForCausalLM", "OPTConfig",
+        {"ffn_dim": 96, "word_embed_proj_dim": 24, "do_layer_norm_before": False, "dropout": 0.0},
+    ),
+    "nanochat": ("NanoChatForCausalLM", "NanoChatConfig", {"num_key_value_heads": 4}),  # whose norm comes first too
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from tests.support.training import Result, check_same, decoder_config, new_train
 from tpfuse.comm.layout import has_values, local_tensor
 from tpfuse.comm.messages.symmetric import SymmetricMessages
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
+from tpfuse.drop_in.stage_proof import prove_stages
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.plan.memory import memories
 from tpfuse.switches import use
@@ -96,6 +97,10 @@ def test_every_schedule_and_layout_trains_as_one_rank(
             ("phi3", _options((1, 2, 2, 2), stage=3)),
             ("neox", _options((1, 1, 1, 2), pp_layers="3,1")),
             ("llama_tied", _options((1, 1, 2, 2), offload="host", stage=1)),
+            ("falcon", _options((1, 1, 1, 2), "zbv")),
+            ("bloom", _options((1, 1, 2, 2), "interleaved_1f1b", stage=1)),
+            ("opt", _options((1, 1, 1, 2), "zero_bubble")),
+            ("llama4", _options((1, 1, 1, 2))),
         ),
     ],
 )
@@ -242,6 +247,39 @@ def test_models_that_a_pipeline_cannot_cut_are_refused() -> None:
         ValueError, match="a pipeline cuts models with one decoder whose attention tpfuse knows: found 2"
     ):
         decoder_parts(nn.ModuleList([decoder("llama"), decoder("gpt2")]))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("nanochat", r"the output of its stages would differ by .* of its largest value"),
+        ("llama", "its forward does not run each layer once"),
+        ("longcat", "its num_hidden_layers is 2, and it has 1 layers"),
+        ("falcon_h1", ""),
+        ("falcon", ""),
+        ("bloom", ""),
+        ("opt", ""),
+        ("llama4", ""),
+    ],
+)
+def test_stages_are_tried(family: str, reason: str) -> None:
+    model = decoder(family)
+    if family == "llama":
+        model.model.layers = _Twice(model.model.layers)
+    if not reason:
+        prove_stages(model)
+        return
+    refusal = f"a pipeline cannot cut {type(model).__name__}: {reason}; use a layout without pp"
+    with pytest.raises(ValueError, match=refusal):
+        prove_stages(model)
+
+
+class _Twice(nn.ModuleList):
+    """Layers of which a decoder runs each twice, as Dory's."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return [*found, *found] if isinstance(index, slice) else found
 
 
 class _Layer(nn.Module):

@@ -109,3 +109,13 @@ def test_a_model_has_the_dropout_that_transformers_gives_it() -> None:
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     assert DecoderConfig.of(settings).drops and not DecoderConfig.of(settings | rates).drops
     assert DecoderConfig.of(settings | rates | {"attn_pdrop": 0.1}).drops
+
+
+def test_sizes_of_a_layer_and_lengths_that_transformers_leaves_out() -> None:
+    bloom = {"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 101}
+    assert [DecoderConfig.of({**bloom, **more}).longest for more in ({}, {"seq_length": 64})] == [1024, 64]
+    assert DecoderConfig.of({**bloom, "seq_length": 64}).n_positions == 64
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 101}
+    llama = {"model_type": "llama", "max_position_embeddings": 64, **sizes}
+    heads = {"per_layer_config": {"1": {"head_dim": 16}}}
+    assert DecoderConfig.of({**llama, **heads}).attention_flops() == 12 * 64 * 4 * (8 + 16) // 2

@@ -19,7 +19,8 @@ from tpfuse.drop_in.structure import HEADS, LAST_NORMS, TOKEN_EMBEDDINGS, decode
 from tpfuse.parallel.pipeline.cut import Stage
 from tpfuse.parallel.pipeline.parts import Parts
 
-_EMBEDDINGS = (*TOKEN_EMBEDDINGS, "wpe")
+# Falcon and Bloom, which has a norm of its embeddings, have other names; OPT has embed_positions.
+_EMBEDDINGS = (*TOKEN_EMBEDDINGS, "word_embeddings", "word_embeddings_layernorm", "wpe", "embed_positions")
 
 
 class DecoderParts(NamedTuple):
@@ -147,11 +148,16 @@ class _StandInEmbedding(nn.Module):
         super().__init__()
         self.running = running
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return zeros [*ids.shape, width]."""
+    @property
+    def weight(self) -> Tensor | None:
+        """Return the stage's input, which is where the weight would be: Llama 4 reads its device."""
+        return self.running.x
+
+    def forward(self, ids: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Return zeros [*ids.shape, width] for ids or a mask, and what another stand-in has returned for a norm's."""
         x = self.running.x
         assert x is not None
-        return x.new_zeros(()).expand(*ids.shape, x.shape[-1])
+        return ids if ids.ndim == 3 else x.new_zeros(()).expand(*ids.shape, x.shape[-1])
 
 
 class _StageLayer(nn.Module):

@@ -24,6 +24,7 @@ from tpfuse.drop_in.context_proof import separates_documents
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
 from tpfuse.drop_in.huggingface import causal_model, check_context, configuration, quiet
 from tpfuse.drop_in.parallelize import outlined_shards
+from tpfuse.drop_in.stage_proof import prove_stages
 from tpfuse.drop_in.structure import Recognised, decoder_layers, recognise
 from tpfuse.drop_in.weights import empty_model, find_weights
 from tpfuse.errors import instead_of
@@ -33,7 +34,8 @@ from tpfuse.parallel.pipeline.parts import as_modules
 
 _USUAL_LENGTH = 1024  # tokens of a training sequence, unless the model's context is shorter or the user says otherwise
 _FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_LENGTHS = ("max_position_embeddings", "seq_length")  # the latter is Bloom's, whose positions have no limit
 # The rates of dropout in a configuration, but those of the heads of other tasks.
 _RATE = re.compile(r"^(?!summary|classifier).*drop(out)?$")
 
@@ -71,7 +73,11 @@ class DecoderConfig:
             size = getattr(theirs, name, None)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} is {size!r}: expected a decoder with a positive number")
-        vocabulary, width, layers, heads, longest = (getattr(theirs, name) for name in _SIZES)
+        vocabulary, width, layers, heads = (getattr(theirs, name) for name in _SIZES)
+        lengths = (getattr(theirs, name, None) for name in _LENGTHS)
+        longest = next((length for length in lengths if length is not None), n_positions or _USUAL_LENGTH)
+        if not isinstance(longest, int) or longest < 1:
+            raise ValueError(f"{_LENGTHS[0]} is {longest!r}: expected a positive number")
         ends = theirs.eos_token_id
         ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
         n_positions = n_positions or min(longest, _USUAL_LENGTH)
@@ -161,21 +167,25 @@ class DecoderConfig:
     @cached_property
     def _part_costs(self) -> tuple[list[Cost], Cost, Cost]:
         model = self.empty(torch.float32)
+        prove_stages(model)
         parts = decoder_parts(model).of(model)
         first, last = (count_parameters(nn.ModuleList(as_modules(ends))) for ends in (parts.embed, parts.head))
         sizes, attention = [count_parameters(block) for block in parts.blocks], self.attention_flops()
         return [Cost(6 * size + attention, size) for size in sizes], Cost(0, first), Cost(6 * last, last)
 
     def attention_flops(self) -> int:
-        """Return the operations of a layer's attention for each token in a training step, as counted for the GPT."""
-        size = getattr(configuration(self.settings), "head_dim", None) or self.n_embd // self.n_head
-        return int(12 * self.n_positions * self.n_head * size)
+        """Return the mean operations of a layer's attention for a token in a training step, as counted for the GPT."""
+        layers = configuration(self.settings).per_layer_config
+        sizes = [getattr(layer, "head_dim", None) or self.n_embd // self.n_head for layer in layers]
+        return int(12 * self.n_positions * self.n_head * sum(sizes) / len(sizes))
 
     @cached_property
     def tied(self) -> list[str]:
-        """Return the names of the parameters that a pipeline's first and last stage share."""
-        model = self.empty(torch.float32)
-        return decoder_parts(model).of(model).shared()
+        """Return the names of the parameters that are in the embedding and in the head, which a pipeline has apart."""
+        model: Any = self.empty(torch.float32)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        shared = {*embedding.parameters()} & {*head.parameters()}
+        return [name for name, parameter in model.named_parameters() if parameter in shared]
 
     def check(self, tp: int = 1) -> None:
         """Raise ValueError for a model that tpfuse cannot train on `tp` tensor-parallel ranks."""
