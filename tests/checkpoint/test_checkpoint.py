@@ -244,7 +244,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, change):
     assert shards["one"][0].tensor.item() == 7.0
 
 
-def test_shards_whose_slices_and_shapes_disagree_are_refused(tmp_path):
+def test_wrong_shards_states_and_steps_are_refused(tmp_path):
     wrong = Shard((4, 4), ((0, 2), (0, 4)), torch.zeros(4, 4), True)
     with pytest.raises(ValueError, match="shard of w"):
         checkpoint.save(tmp_path, 1, {"w": [wrong]}, {}, keep=0, group=None, warn=silent)
@@ -253,7 +253,9 @@ def test_shards_whose_slices_and_shapes_disagree_are_refused(tmp_path):
         checkpoint.save(tmp_path, 1, {"w": [numbers]}, {}, keep=0, group=None, warn=silent)
     with pytest.raises(TypeError, match="JSON"):
         checkpoint.save(tmp_path, 1, {}, {"path": object()}, keep=0, group=None, warn=silent)
-    assert not (tmp_path / "step-1").exists()
+    with pytest.raises(ValueError, match="step is -1"):  # `newest_good` would not find it
+        checkpoint.save(tmp_path, -1, {}, {}, keep=0, group=None, warn=silent)
+    assert not list(tmp_path.glob("step-*"))
 
 
 def save_wrong(run: Path, what: str) -> str:

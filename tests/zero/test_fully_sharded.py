@@ -33,6 +33,7 @@ from tpfuse.layers.local_parameter import Borrowed
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero import shard
+from tpfuse.zero.optimizer import ZeroOptimizer
 from tpfuse.zero.unit_updater import UnitUpdater
 
 
@@ -258,3 +259,32 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
     with pytest.raises(ValueError, match="a unit is a ModuleList, which is never called"):
         shard(model := Toy(), mesh, stage=3, units=[model.blocks])
     assert message(lambda model: None, replicas=3).startswith("replicas 3: expected a number that divides the 2")
+    assert message(lambda model: None, units=nn.Linear(2, 2)).startswith(
+        "shard: units is a Linear: expected modules in"
+    )
+
+
+@on_ranks(2)
+def test_units_may_be_named_twice_and_before_those_inside_of_them() -> None:
+    model, mesh = Toy(), mesh_of(2, 1)
+    first = model.blocks[0]
+    engine = shard(model, mesh, stage=3, units=[first, first.up, model.blocks[1], first])
+    assert [unit.module for unit in engine._units] == [first.up, model.blocks[1], first, model]
+    with pytest.raises(
+        ValueError, match=r"^shard: fully_shard has this model, as an engine of stage 3 does: expected a"
+    ):
+        shard(model, mesh, stage=0)
+    engine.close()
+
+
+@on_ranks(2)
+def test_a_pass_after_the_last_one_of_a_step_is_refused() -> None:
+    """The norm of the step does not have its gradients."""
+    model = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer(model, stage=3)
+    for end in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        end()
+        with pytest.raises(ValueError, match=r"^a backward pass of .* after the last one of a step, the engine has"):
+            model(torch.ones(2, 3)).sum().backward()

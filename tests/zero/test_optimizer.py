@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -506,6 +508,16 @@ def test_hyperparameters_are_read_at_each_step_and_a_closure_computes_the_loss()
         optimizer.step()
 
 
+def test_a_second_clipping_finds_the_gradient_as_the_first_has_scaled_it() -> None:
+    model, plain = made(), made()
+    optimizer = ZeroOptimizer(model, stage=0)
+    for each in (model, plain):
+        loss_of(each, 0, ROWS).backward()
+    for largest in (0.05, 0.01, 1.0, float("inf")):
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), largest)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(largest), expected, rtol=1e-6, atol=0.0)
+
+
 def test_errors_explain_what_is_wrong_in_a_loop() -> None:
     model, rows = made(), ROWS
     optimizer = ZeroOptimizer(model, stage=0)
@@ -534,6 +546,23 @@ def test_wrong_options_and_states_are_refused() -> None:
             ZeroOptimizer(model, stage=0, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected that of ZeroOptimizer\.state_dict\(\)"):
         ZeroOptimizer(model, stage=0).load_state_dict(torch.optim.AdamW(made().parameters()).state_dict())
+    optimizer = ZeroOptimizer(made(), stage=0)
+    state = copy.deepcopy(optimizer.state_dict())
+    name = next(iter(state["state"]))
+    wrong: dict[str, dict[str, Any]] = {
+        r"1 param_groups and 0 updates: expected 2 groups": {"param_groups": state["param_groups"][:1]},
+        r"2 param_groups and None updates: expected 2 groups and a number": {"updates": None},
+        rf"has {re.escape(name)} as \(1,\): expected a tensor": {"state": {**state["state"], name: torch.ones(1)}},
+        rf"has {re.escape(name)} as .*: expected a tensor": {"state": {**state["state"], name: [1.0]}},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict({**state, **change})
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ValueError, match=r"ZeroOptimizer cannot be copied or pickled.*: save state_dict"):
+            call(optimizer)
+    with pytest.raises(ValueError, match="ZeroOptimizer runs no hooks around state_dict"):
+        optimizer.register_state_dict_post_hook(lambda *_: None)
 
 
 @on_ranks(2)

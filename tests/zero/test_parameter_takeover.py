@@ -3,9 +3,11 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.meshes import mesh_of, tensor_mesh
@@ -237,6 +239,40 @@ def test_hooks_see_the_gradient_of_each_pass() -> None:
         )
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_hooks_of_a_sharded_model_change_the_gradient_of_each_rank(when: str) -> None:
+    """Those of a parameter that stage 3 has replaced too. Every second pass has another hook."""
+    rank, x = dist.get_rank(), normal(0, 2, 2, 3)
+    model, plain = nn.Linear(3, 3), nn.Linear(3, 3)
+    plain.load_state_dict(model.state_dict())
+
+    def clamp(gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.2, 0.3)
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    def hook() -> Any:
+        model.bias.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+        return model.weight.register_hook(clamp)
+
+    handle = hook() if when == "before" else None
+    optimizer = ZeroOptimizer(model, stage=3, lr=0.0)
+    handle = handle or hook()
+    for step in range(2):
+        gradients = [torch.autograd.grad(plain(part).square().sum(), list(plain.parameters())) for part in x]
+        weights = [weight if step else clamp(weight) for weight, _ in gradients]
+        plain.weight.grad, plain.bias.grad = sum(weights) / 2, sum(bias for _, bias in gradients) / 4
+        model(x[rank]).square().sum().backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0).float(), expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.remove()
+
+
 def test_hooks_change_only_the_gradient_of_their_parameter() -> None:
     """The two terms of a sum get one gradient from autograd."""
 
@@ -303,6 +339,12 @@ def test_gradients_that_buckets_cannot_hold_are_named() -> None:
     untied[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"^0\.weight and 1\.weight are two parameters in one memory: tie them as"):
         shard(untied, stage=0)
+    model = nn.Linear(2, 2)
+    model.register_buffer("seen", model.weight.detach())
+    with pytest.raises(ValueError, match=r"^seen is a buffer in the memory of weight, which gets other memory"):
+        shard(model, stage=0)
+    with pytest.raises(ValueError, match=r"^shard: weight is on the meta device: expected values"):
+        shard(nn.Linear(2, 2, device="meta"), stage=0)
     model = nn.Embedding(4, 3, sparse=True)
     buckets = shard(model, stage=0)
     buckets.start(last=True)

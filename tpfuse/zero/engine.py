@@ -205,7 +205,7 @@ class Engine(ABC):
         if self.state is not StepState.REDUCING:
             raise ValueError(
                 f"finish() without a last micro-batch, {self._situation}: start(last=True) and its backward pass come"
-                " first"
+                " first; with ZeroOptimizer zero_grad() comes before each step"
             )
         self.state = StepState.ENDED
         self._complete(sums=sums)
@@ -312,7 +312,8 @@ def _named_parameters(model: nn.Module) -> dict[str, Parameter]:
 def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
     """Return the parameters that require a gradient, in the model's order.
 
-    Raise ValueError for one of a complex dtype, and for one in the memory of another parameter, which it would leave.
+    Raise ValueError for one of a complex dtype, and for one in the memory of another parameter or of a buffer, which it
+    would leave.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
@@ -323,4 +324,10 @@ def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
         first = first_at.setdefault(location(parameter)[1], name)
         if first != name and local_tensor(parameter).numel() and not trained.keys().isdisjoint((first, name)):
             raise ValueError(f"{first} and {name} are two parameters in one memory: tie them as one parameter")
+    for name, buffer in model.named_buffers():
+        of = first_at.get(location(buffer)[1]) if buffer.layout is torch.strided and buffer.numel() else None
+        if of in trained:
+            raise ValueError(
+                f"{name} is a buffer in the memory of {of}, which gets other memory: let the model compute from {of}"
+            )
     return trained

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack
 
 from tpfuse.comm.layout import local_tensor
 
@@ -74,7 +75,7 @@ def move_shard(unit: FSDPModule, shard: Parameter, padded: Tensor) -> None:
     """Let `padded`, flat, be the memory of a shard with its padding; `module.to()` would copy it elsewhere."""
     local = local_tensor(shard)
     _parameters(unit)[shard]._sharded_param_data = padded
-    cast(DTensor, shard)._local_tensor = padded[: local.numel()].view(local.shape)
+    cast(DTensor, shard)._local_tensor = from_dlpack(padded[: local.numel()].view(local.shape))  # as `move_` does
 
 
 def whole_gradients(unit: FSDPModule) -> dict[Parameter, Tensor | None]:

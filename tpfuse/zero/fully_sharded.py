@@ -48,7 +48,14 @@ from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.collectives_with_traffic import Counted, scatter_sum
 from tpfuse.zero.engine import Engine, RankGroups, StepState
 from tpfuse.zero.muon_matrices import HiddenMatrix
-from tpfuse.zero.parameter_takeover import GradientPlace, location, take_context_sums
+from tpfuse.zero.parameter_takeover import (
+    GradientPlace,
+    hand_over_hooks,
+    in_backward,
+    location,
+    share_hooks,
+    take_context_sums,
+)
 from tpfuse.zero.reducer.collective import reserve
 from tpfuse.zero.reducer.shard_update import StateStore
 from tpfuse.zero.sharded_units import (
@@ -59,6 +66,7 @@ from tpfuse.zero.sharded_units import (
     check_units,
     copies_of_shards,
     data_mesh,
+    inner_first,
     shard_dim,
     shard_units,
 )
@@ -117,7 +125,7 @@ class FullySharded(Engine):
         self.world_group, self.stage_group, self._ends = groups.world, groups.stage, groups.ends
         self.device = torch.empty(0, device=mesh.device_type).device
         self._pipelined = "pp" in (mesh.mesh_dim_names or ())
-        units, tied = list(units), list(tied)
+        units, tied = inner_first(units), list(tied)
         dtype = check_units(model, units)
         shards, across = data_mesh(mesh, replicas)
         self._join(shards.get_group("shard"), across.get_group())
@@ -134,6 +142,7 @@ class FullySharded(Engine):
         self._take_over_units()
         self._add_members(copies, tied)
         for name, parameter in replaced.items():  # an optimizer may still hold the replaced parameter
+            hand_over_hooks(parameter, self.model.get_parameter(name))
             GradientPlace(parameter, _REPLACED.format(name=name)).leave(taken=True)
         self._record_parameters()
 
@@ -230,6 +239,8 @@ class FullySharded(Engine):
         gathered ahead.
         """
         self._used = True
+        for name in unit.trained:
+            share_hooks(unit.gathered[name], unit.shards[name])
         if unit.count_writes():
             internals.free(unit.module)
         if self._store is None:
@@ -241,7 +252,15 @@ class FullySharded(Engine):
         self._store.release()
 
     def _reduce(self, unit: Unit, reduce: Callable[[], None], *_: object) -> None:
-        """Reduce the gradients of a unit into the shards if this pass is to, in place of `reduce`."""
+        """Reduce the gradients of a unit into the shards if this pass is to, in place of `reduce`.
+
+        Raise ValueError in a backward pass after the last one of a step, whose sums do not have its gradients.
+        """
+        if in_backward() and not self.accumulating and any(p.grad is not None for p in unit.gathered.values()):
+            raise ValueError(
+                f"a backward pass of {unit.title} after the last one of a step, {self._situation}: with ZeroOptimizer"
+                " call zero_grad() first, without it start()"
+            )
         self._ran = True
         for name in unit.trained:
             self._places[name].check(name)
@@ -436,6 +455,9 @@ class FullySharded(Engine):
             for gathered in unit.gathered.values():
                 gathered.grad = None
         self.clear_gradients()
+
+    def close(self) -> None:
+        """Do nothing: the memory of the engine is the model's."""
 
     def clear_gradients(self) -> None:
         """Free the gradients."""

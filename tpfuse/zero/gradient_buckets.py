@@ -46,6 +46,7 @@ from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, p
 from tpfuse.zero.engine import Engine, RankGroups, StepState, trained_parameters
 from tpfuse.zero.muon_matrices import HiddenMatrix
 from tpfuse.zero.parameter_takeover import (
+    EngineHook,
     GradientPlace,
     check_own_sums,
     in_backward,
@@ -433,7 +434,7 @@ class GradientBuckets(Engine):
 
 
 @dataclass(eq=False)
-class _Taking:
+class _Taking(EngineHook):
     """A hook that moves the gradient of a parameter, or of its leaf, to segment `index` of a bucket."""
 
     buckets: GradientBuckets

@@ -115,7 +115,7 @@ class FileStore(StateStore):
         """
         base = self._bytes.data_ptr()
         for tensor in tensors:
-            if tensor.untyped_storage().data_ptr() != base or part.start == part.stop:
+            if not 0 <= tensor.data_ptr() - base < len(self._bytes) or part.start == part.stop:
                 continue
             start = tensor.data_ptr() - base + part.start * tensor.element_size()
             stop = start + (part.stop - part.start) * tensor.element_size()

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,20 @@ class ZeroOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise ValueError: a copy would lack the engine."""
+        raise ValueError(
+            "ZeroOptimizer cannot be copied or pickled, since its engine has the model's memory: save state_dict(), or"
+            " copy the model and make a new optimizer for the copy"
+        )
+
+    def _refuse_hook(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raise ValueError for a hook that would not run."""
+        raise ValueError("ZeroOptimizer runs no hooks around state_dict and load_state_dict: change their results")
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, and discard gradients that have arrived since the last update. set_to_none has no effect.
 
@@ -153,8 +167,10 @@ class ZeroOptimizer(Optimizer):
         if self.engine.state is not StepState.REDUCING or not self.engine.unused:
             raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
         self.engine.start(last=False, local=True, again=True)
-        yield
-        self.engine.start(last=True)
+        try:
+            yield
+        finally:
+            self.engine.start(last=True)
 
     def divide_by(self, labels: int | Tensor) -> None:
         """Divide the gradient of this step by the sum of `labels` over its micro-batches and over all ranks.
@@ -217,18 +233,18 @@ class ZeroOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Make the next `step` scale the gradient so that its 2-norm is at most max_norm; return the norm before that.
 
-        The norm, float64 [], is that of the whole gradient of all parameters, the same on every rank. Call this after
-        the last backward pass of a step. If the gradient is not finite, the norm is not finite either. Raise ValueError
-        if max_norm is negative or NaN.
+        A second call in a step finds the gradient as the first one has scaled it. The norm, float64 [], is that of the
+        whole gradient of all parameters, the same on every rank. Call this after the last backward pass of a step. If
+        the gradient is not finite, the norm is not finite either. Raise ValueError if max_norm is negative or NaN.
         """
         if not max_norm >= 0:
             raise ValueError(f"clip_grad_norm_({max_norm}): expected a norm that is not negative")
         if self._clip is None:
             self.engine.finish()
-            self._divisor = self._agree_on_divisor()
-        norm = self.engine.norm() / self._divisor
+            self._divisor, self._clip = self._agree_on_divisor(), 1.0
+        norm = self.engine.norm() / self._divisor * self._clip
         factor = max_norm / (norm + 1e-6)
-        self._clip = 1.0 if factor > 1.0 or max_norm == math.inf else factor  # NaN stays NaN, as in torch's function
+        self._clip *= 1.0 if factor > 1.0 or max_norm == math.inf else factor  # NaN stays NaN, as in torch's function
         return torch.tensor(norm, dtype=torch.float64, device=self._device)
 
     @torch.no_grad()
@@ -305,11 +321,22 @@ class ZeroOptimizer(Optimizer):
                 f"load_state_dict: the state has {sorted(map(str, state_dict))}: expected that of"
                 " ZeroOptimizer.state_dict(); the state of another optimizer cannot be loaded"
             )
-        here, there = self._shards(), state_dict["state"]
+        here, there, saved = self._shards(), state_dict["state"], state_dict["param_groups"]
+        if len(saved) != len(self.param_groups) or not isinstance(state_dict["updates"], int):
+            raise ValueError(
+                f"load_state_dict: the state has {len(saved)} param_groups and {shown(state_dict['updates'])} updates:"
+                f" expected {len(self.param_groups)} groups and a number"
+            )
         for name, x in here.items():
-            if name in there and there[name].dtype != x.dtype:
+            if name not in there:
+                continue
+            found = there[name]
+            if not isinstance(found, Tensor) or found.shape != x.shape:
+                of = tuple(found.shape) if isinstance(found, Tensor) else shown(found)
+                raise ValueError(f"load_state_dict: the state has {name} as {of}: expected a tensor {tuple(x.shape)}")
+            if found.dtype != x.dtype:
                 raise ValueError(
-                    f"load_state_dict: the state has {name} in {there[name].dtype}, this optimizer in {x.dtype}: make"
+                    f"load_state_dict: the state has {name} in {found.dtype}, this optimizer in {x.dtype}: make"
                     " it with the state_dtype, and the model with the dtype, of the one that was saved"
                 )
         if here.keys() != there.keys():
@@ -324,8 +351,8 @@ class ZeroOptimizer(Optimizer):
             compression.load_state_dict(state_dict["compression"])
         for name, tensor in here.items():
             tensor.copy_(there[name])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
+        for group, options in zip(self.param_groups, saved, strict=True):
+            group.update(options)
         self._adamw.updates = state_dict["updates"]
         self._adamw.release()
 

@@ -112,6 +112,26 @@ def move_(parameter: Parameter, storage: Tensor) -> None:
     parameter._local_tensor, parameter._spec = moved._local_tensor, moved._spec
 
 
+class EngineHook:
+    """The base class of hooks by which engines take gradients."""
+
+
+def share_hooks(parameter: Parameter, other: Parameter) -> None:
+    """Let the hooks of another parameter (register_hook) see this one's gradient, also those that come or go later."""
+    if other._backward_hooks and parameter._backward_hooks is not other._backward_hooks:
+        parameter._backward_hooks = other._backward_hooks
+
+
+def hand_over_hooks(replaced: Parameter, parameter: Parameter) -> None:
+    """Give the hooks of a parameter that another one replaces to that one, but for those of earlier engines."""
+    share_hooks(parameter, replaced)
+    hooks = replaced._post_accumulate_grad_hooks or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, EngineHook)]:
+        del hooks[key]
+    if hooks:
+        parameter._post_accumulate_grad_hooks = hooks
+
+
 def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, placed as its parameter is (torch's SequenceParallel leaves sums)."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:

@@ -1,6 +1,6 @@
 """The units of stage 3, whose parameters are gathered and reduced together, and how ranks share them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,6 +106,15 @@ class ShardedParameter:
         if self.place.sums is None:
             self.place.sums = torch.zeros_like(self.sharded)
         return self.gradient
+
+
+def inner_first(units: object) -> list[nn.Module]:
+    """Return each unit once, units after those inside of them, as `fully_shard` must take them. Raise ValueError."""
+    if not isinstance(units, Iterable):
+        raise ValueError(f"shard: units is {shown(units)}: expected modules in an iterable, such as the model's blocks")
+    each = list(dict.fromkeys(units))
+    inside = {unit: set(unit.modules()) if isinstance(unit, nn.Module) else set() for unit in each}
+    return sorted(each, key=lambda unit: len(inside[unit].intersection(each)))
 
 
 def check_units(model: nn.Module, units: Sequence[nn.Module]) -> torch.dtype:

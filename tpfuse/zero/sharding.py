@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tpfuse.choices import Accumulate, GradientDtype, MomentDtype
@@ -237,6 +238,10 @@ def _check(model: object, mesh: DeviceMesh | None, stage: int, **given: object) 
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("shard got a model in DDP, which it replaces: expected the model, its .module")
+    if meta := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise ValueError(f"shard: {meta} is on the meta device: expected values, as after model.to_empty(device=…)")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("shard: fully_shard has this model, as an engine of stage 3 does: expected a new model")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {shown(stage)}: expected 0, 1, 2 or 3")
     for name, kind in _CHOICES.items():
