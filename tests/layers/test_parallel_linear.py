@@ -215,6 +215,17 @@ def test_a_parametrized_weight_with_other_placements_computes_what_one_rank_does
         torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
 
 
+@EVERY_LAYER
+@on_ranks(2)
+def test_a_weight_that_was_written_since_the_forward_pass_is_an_error(kind: str) -> None:
+    layer = _layer(kind, 6, tensor_mesh())
+    loss = layer(torch.ones(2, 6 if kind == "column" else SIZE // 2, requires_grad=True)).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation, such as an optimizer's step"):
+        loss.backward()
+
+
 @on_ranks(2)
 def test_a_penalty_of_the_weights_gradient_has_a_gradient() -> None:
     linear, x = _linear(9, SIZE, F64, False), normal(1, 3, 9, dtype=F64)

@@ -47,15 +47,25 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _ToLocal(Function):
-    """DTensor.to_local with a backward that takes 60 µs less on a CPU: the gradient has the parameter's placements."""
+    """DTensor.to_local with a backward that takes 60 µs less on a CPU: the gradient has the parameter's placements.
+
+    Writes to a DTensor do not count as writes to its local tensor, which the products keep. So backward checks that
+    there were none, and raises RuntimeError as autograd does.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
+        ctx.spec, ctx.parameter = parameter._spec, parameter
+        ctx.version = None if parameter.is_inference() else parameter._version
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if ctx.parameter._version != ctx.version:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(ctx.parameter.shape)}, needed for gradient computation, has been modified"
+                " by an inplace operation, such as an optimizer's step, since its forward pass: run that again"
+            )
         if torch.is_grad_enabled():  # create_graph=True
             return apply(_FromLocal, grad, ctx.spec)
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
