@@ -156,6 +156,24 @@ def test_sequences_that_the_ranks_do_not_divide() -> None:
         _compare(embedding, FusedRowwiseParallel(**arguments), RowwiseParallel(**arguments), ids, [None, R, S(1)])
 
 
+@on_ranks(2)
+def test_plain_shards_of_such_sequences_are_refused() -> None:
+    """A module that gathers them would take the padding for tokens."""
+    x = normal(1, 2, 7, 24)
+    ids, mesh = integers(1, 2, 7, low=0, high=100, dtype=torch.int64), tensor_mesh()
+    block = nn.Sequential(nn.Linear(24, 24))
+    prepared = {"input_layouts": R, "desired_input_layouts": S(1), "use_local_output": True, "attributes": {"n": 1}}
+    for module, style, given in (
+        (nn.Linear(24, 24), FusedRowwiseParallel(input_layouts=R, output_layouts=S(1)), x),
+        (nn.Embedding(101, 24), FusedRowwiseParallel(input_layouts=R, output_layouts=S(1)), ids),
+        (block, FusedPrepareModuleInput(**prepared), x),
+    ):
+        parallelize_module(module, mesh, style)
+        with pytest.raises(ValueError, match=r"2 ranks do not divide the 7 tokens .*: give the styles use_local_out"):
+            module(given)
+        assert module(given[:, :6]).shape == (2, 3, 24)
+
+
 class OwnNorm(nn.Module):
     """A norm of a class that tpfuse does not know, with another parameter than its weight."""
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from tpfuse.comm.layout import gather_whole, local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.drop_in.conversion import Original
-from tpfuse.drop_in.shards import as_dtensor, as_local, pad_sequence, shard_as_dtensor
+from tpfuse.drop_in.shards import as_dtensor, as_local, check_divided, pad_sequence, shard_as_dtensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
@@ -180,6 +180,7 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
     output_dim: int | None  # along which the output is this rank's shard, padded to equal lengths; None for a whole one
     transposed: bool
     use_local_output: bool
+    pads: bool
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product, whole or this rank's shard along `output_dim`, of this rank's input features."""
@@ -203,6 +204,8 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
             dim = None if self.output_dim is None else self.output_dim % out.ndim
             return out if self.use_local_output else as_dtensor(out, self.device_mesh, dim, out.shape)
         length = x.shape[self.output_dim]
+        if self.use_local_output and not self.pads:
+            check_divided(self.called, length, ranks)
         rows = pad_sequence(sequence_first(x, self.output_dim), 0, ranks)
         if residual is not None:
             residual = sequence_first(residual, self.output_dim)
@@ -213,9 +216,10 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
 
 
 class ConvertedEmbedding(Converted, VocabParallelEmbedding):
-    """An nn.Embedding whose rows are sharded. use_local_output: as in `ConvertedColumnLinear`."""
+    """An nn.Embedding whose rows are sharded. use_local_output, pads: as in `ConvertedRowLinear`."""
 
     use_local_output: bool
+    pads: bool
 
     def explained(self, name: str) -> LayerPlan:
         shapes = tuple(self.weight.shape), tuple(local_tensor(self.weight).shape)
@@ -232,8 +236,10 @@ class ConvertedEmbedding(Converted, VocabParallelEmbedding):
                 f"{self.called}: ids of shape {tuple(input.shape)} have no dimension {self.sequence_dim}, along which"
                 f" output_layouts Shard({self.sequence_dim}) shards the tokens: expected [B, T], or another layout"
             )
-        length = input.shape[self.sequence_dim]
-        out = super().forward(pad_sequence(input, self.sequence_dim, rank_and_size(self.group)[1]))
+        length, ranks = input.shape[self.sequence_dim], rank_and_size(self.group)[1]
+        if self.use_local_output and not self.pads:
+            check_divided(self.called, length, ranks)
+        out = super().forward(pad_sequence(input, self.sequence_dim, ranks))
         return out if self.use_local_output else shard_as_dtensor(out, self.device_mesh, self.sequence_dim, length)
 
 

@@ -10,7 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpfuse.drop_in.converted import ConvertedColumnLinear, stand_in
-from tpfuse.drop_in.shards import as_local, gather_sequence, shard_as_dtensor, split_sequence, with_summed_gradients
+from tpfuse.drop_in.shards import (
+    as_local,
+    check_divided,
+    gather_sequence,
+    shard_as_dtensor,
+    split_sequence,
+    with_summed_gradients,
+)
 from tpfuse.layers.partial_gradients import mark_partial_gradients
 from tpfuse.layers.sequence import sequence_back, sequence_first
 from tpfuse.ops.collectives import replicate
@@ -209,6 +216,8 @@ class PreparedInput:
         if self.wanted is not None and self.length is not None:
             self.length.value = x.shape[self.wanted]
         if self.wanted is not None and group is not None and self.held is None and not isinstance(x, DTensor):
+            if self.length is None:
+                check_divided(called(module), x.shape[self.wanted], group.size())
             return split_sequence(x, self.wanted, group)
         if self.wanted is not None or group is None:
             return as_local(x, self.wanted, self.mesh)[0]

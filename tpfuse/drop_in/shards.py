@@ -52,6 +52,18 @@ def with_summed_gradients(values: Any, group: Any) -> Any:
     return tree_map_only(Tensor, lambda x: replicate(x, group) if x.requires_grad else x, values)
 
 
+def check_divided(called: str, length: int, ranks: int) -> None:
+    """Raise ValueError for a sequence whose plain shards would be padded, where what follows does not know its length.
+
+    A module that gathers them would take the padding for tokens.
+    """
+    if length % ranks:
+        raise ValueError(
+            f"{called}: {ranks} ranks do not divide the {length} tokens of a sequence, and plain tensors do not say how"
+            " many there are: give the styles use_local_output=False, or sequences that the ranks divide"
+        )
+
+
 def pad_sequence(x: Tensor, dim: int, ranks: int) -> Tensor:
     """Return x with zeros appended along `dim`, up to a multiple of the number of ranks."""
     return _padded(x, dim, -x.shape[dim] % ranks)

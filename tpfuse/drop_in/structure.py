@@ -465,7 +465,7 @@ def _experts_style(path: str, experts: nn.Module, ways: list[ExpertShards], proo
 
 
 def _row_style(sequence_parallel: bool) -> FusedRowwiseParallel:
-    return FusedRowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate())
+    return FusedRowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate(), pads=sequence_parallel)
 
 
 def _linear(module: nn.Module, name: str) -> tuple[int, int]:
@@ -513,7 +513,7 @@ def _plan_linear(
         if isinstance(style, FusedColwiseParallel):
             plan.add(part, ReplicatedParallel(sum_gradients=not style.sum_input) if kind == "lora_A" else style)
         elif kind == "lora_A":
-            plan.add(part, FusedRowwiseParallel(output_layouts=style.output_layouts[0]))
+            plan.add(part, FusedRowwiseParallel(output_layouts=style.output_layouts[0], pads=style.pads))
         else:
             plan.add(part, ReplicatedParallel(sum_gradients=isinstance(style.output_layouts[0], Shard)))
 

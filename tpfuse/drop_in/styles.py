@@ -14,8 +14,9 @@ Each of the first four takes the arguments of torch's style whose name it extend
 own implementation serves where there is nothing to fuse (column-parallel embeddings, other layouts). The styles mix
 with torch's in one plan.
 
-Plain tensors pass between fused modules. Where one is this rank's shard of a sequence that the ranks do not divide, it
-is padded with zeros at the end, so that all ranks hold equally many rows; DTensors are never padded.
+Plain tensors pass between fused modules. In the plans of `tpfuse.parallelize`, which knows the length of the sequences,
+one that is this rank's shard of a sequence that the ranks do not divide is padded with zeros at the end, so that all
+ranks hold equally many rows. In other plans such a sequence is refused, unless DTensors pass, which are never padded.
 """
 
 import functools
@@ -220,9 +221,14 @@ class FusedRowwiseParallel(RowwiseParallel):
 
     input_layouts: Shard(-1) (default), or Replicate(): the module takes this rank's slice of the features.
     output_layouts: Replicate() (default), or Shard(d): the output is this rank's shard along dimension d.
-    use_local_output: return a plain tensor. An nn.Embedding, or a subclass whose forward calls that of nn.Embedding, is
-    sharded by rows; its input is whole.
+    use_local_output: return a plain tensor. pads: whether that may be padded, since what follows knows the length of
+    the sequence; otherwise a sequence that the ranks do not divide is refused. An nn.Embedding, or a subclass whose
+    forward calls that of nn.Embedding, is sharded by rows; its input is whole.
     """
+
+    def __init__(self, *, pads: bool = False, **torchs: Placement | bool | None) -> None:
+        super().__init__(**cast(Any, torchs))
+        self.pads = pads
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         check_floats(module)
@@ -263,7 +269,7 @@ class FusedRowwiseParallel(RowwiseParallel):
             convert(
                 module, kind, device_mesh, {"weight": (0, None)}, self.src_data_rank,
                 sequence_parallel=output_dim is not None, sequence_dim=-2 if output_dim is None else output_dim,
-                use_local_output=self.use_local_output,
+                use_local_output=self.use_local_output, pads=self.pads,
             )  # fmt: skip
             return module
         (inner, outer), transposed = features(module), is_conv1d(module)
@@ -272,7 +278,7 @@ class FusedRowwiseParallel(RowwiseParallel):
             self.src_data_rank, in_features=inner, out_features=outer,
             input_is_parallel=not isinstance(self.input_layouts[0], Replicate),
             sequence_parallel=output_dim is not None, output_dim=output_dim, transposed=transposed,
-            use_local_output=self.use_local_output,
+            use_local_output=self.use_local_output, pads=self.pads,
         )  # fmt: skip
         return module
 
