@@ -5,6 +5,8 @@ from typing import Any
 
 from tpfuse.parallel.pipeline.cut import Cost
 
+_MOST_LAYERS = 2**16
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -72,6 +74,8 @@ class GPTConfig:
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.n_layer > _MOST_LAYERS:
+            raise ValueError(f"n_layer {self.n_layer}: expected at most {_MOST_LAYERS}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if not 0.0 <= self.layer_norm_epsilon < 1.0:

@@ -458,7 +458,8 @@ def test_a_resumed_run_uses_the_tokens_in_its_folder(tmp_path: Path) -> None:
         kept_tokens(run, DataOptions(path=text, val_path=Path("other.txt")))
     shard.unlink()
     kept.unlink()
-    assert kept_tokens(run, DataOptions(path=text)) == (kept, None), "that it is missing is said when it is opened"
+    with pytest.raises(UserError, match=r"tokens\.bin is missing, the run's tokens: put it back, or begin a new run"):
+        kept_tokens(run, DataOptions(path=text))
     (run / "config.toml").write_text("")
     assert kept_tokens(run, DataOptions()) == (kept, None), "the default text"
 

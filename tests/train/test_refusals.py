@@ -74,6 +74,7 @@ REFUSED = {
     "train --parallel.pp-schedule zbv --parallel.pp-layers 2": (
         "--parallel.pp-schedule zbv, --parallel.pp-layers 2: only for --parallel.pp of at least 2"
     ),
+    "train --model.n-layer 100000000000000000000000": "n_layer 100000000000000000000000: expected at most 65536",
     "train --train.compile=true": "--train.compile=true: --train.compile takes no value",
     "train --data.path=": "--data.path '': expected a path",
     "train --model.layer-norm-epsilon nan": "layer_norm_epsilon nan: expected 0 <= layer_norm_epsilon < 1",

@@ -120,7 +120,7 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
         raise UserError(f"{where} = {quoted(value)}: expected one of {', '.join(map(str, get_args(hint)))}")
     kinds = tuple(kind for kind in get_args(hint) or (hint,) if kind is not NoneType)
     if Path in kinds:
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             return Path(value).expanduser()
         raise UserError(f"{where} = {quoted(value)}: expected a path in quotes")
     if kinds == (float,) and isinstance(value, int) and not isinstance(value, bool):

@@ -268,4 +268,4 @@ def _kept(file: Path, before: str | None, now: Path, used: str) -> Path | None:
         return None
     if not same:
         raise UserError(f"--resume with different data: {used}, not on {now}")
-    return file
+    raise UserError(f"{file} is missing, the run's tokens: put it back, or begin a new run with --init-from")

@@ -141,6 +141,8 @@ class TrainingLoop:
                 load_weights(weights, run.config, shards)
             self.trainer.optimizer.publish()
         trained = range(self.trainer.step + 1, train.steps + 1)
+        if self.first and run.checkpoint is not None and not trained:
+            warn(f"nothing is left to train: the run has {self.trainer.step} steps, --train.steps is {train.steps}")
         self.profile = StepProfile(
             run.options.profile, self.trainer.model, self.trainer.layout, world, device, train.compile, trained
         )

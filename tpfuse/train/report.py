@@ -167,5 +167,6 @@ def conclude(
     data = ["data/"] if (run.folder / "data").is_dir() else []
     files = ["metrics.jsonl", *pictures, "tensorboard/", "config.toml", "tokenizer.json", *data, newest]
     say(f"files in {run.folder}/: {', '.join(files)}")
-    prompt = " --prompt 'def '" if run.options.data.path is None else ""
-    say(f"more text: {program()} sample {run.folder}{prompt}")
+    if saved_step is not None:
+        prompt = " --prompt 'def '" if run.options.data.path is None else ""
+        say(f"more text: {program()} sample {run.folder}{prompt}")
