@@ -156,7 +156,7 @@ def trained(options: TrainCommand, steps: int, *more: Any) -> list[Result]:
 def decoder_config(family: str, n_positions: int = 7, **settings: Any) -> DecoderConfig:
     """Describe a model of transformers as the file config.json of its folder does. settings: as of `decoder`."""
     described = json.loads(decoder(family, **settings).config.to_json_string())
-    return DecoderConfig.of({**described, "experts_implementation": "eager"}, n_positions)  # it has float64
+    return DecoderConfig.of(described, n_positions)
 
 
 def train_decoder(
