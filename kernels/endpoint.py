@@ -74,7 +74,7 @@ class Endpoint:
             check_tensor(operator, name, tensor, shape, (x.dtype,), ("the channel", self.slots), contiguous=True)
 
     def grid(self, operator: str, nbytes: int, tiles: int, rounds: int = 1) -> tuple[int]:
-        """Return how many programs share `tiles` tiles of each row; 0 where there is no tile.
+        """Return how many programs share `tiles` tiles of each row: where there is none, one that only waits.
 
         nbytes: what each rank stages; rounds: barriers in a launch. Raise ValueError where slots or flags are too few.
         """
@@ -84,7 +84,7 @@ class Endpoint:
         if programs == 0:
             needed = f"one program needs {rounds * self.world}, the channel has {self.flag_count}"
             raise ValueError(f"{operator}: too few flags: {needed}")
-        return (min(self.programs, tiles, programs),)
+        return (min(self.programs, max(tiles, 1), programs),)
 
     def signals(self) -> dict[str, Any]:
         """Return the arguments that every kernel takes. A launch gets a trace_ptr while a trace is being taken."""

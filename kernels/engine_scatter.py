@@ -179,7 +179,7 @@ def _summing(
     )  # fmt: skip
     block_m, block_n = row.blocks["BLOCK_M"], min(row.blocks["SUM_WIDTH"], row.blocks["BLOCK_N"])
     nbytes = endpoint.world * chunk * n * out.element_size()
-    (programs,) = endpoint.grid(operator, nbytes, cdiv(rows, block_m) * cdiv(n, block_n))
+    grid = endpoint.grid(operator, nbytes, cdiv(rows, block_m) * cdiv(n, block_n))
     arguments = {
         "rows": rows,
         "N": n,
@@ -189,5 +189,4 @@ def _summing(
         "BLOCK_N": block_n,
         **{name: x for name, x in endpoint.arguments().items() if name not in ("flags_ptr", "slot_bytes")},
     }
-    grid = (max(1, programs),)  # one program without a tile too: it waits, and advances the epoch
     return Launch(sum_parts_kernel, grid, arguments, row.num_warps, num_stages=1)

@@ -351,7 +351,7 @@ def _plan(
         **endpoint.arguments(),
     }
     # A program without a tile also signals and waits, and advances the epoch.
-    grid = (endpoint.programs if copied else max(1, programs),)
+    grid = (endpoint.programs if copied else programs,)
     product = Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages)
     return ScatterPlan(own_rows(m, endpoint), n, product, ping_pong)
 

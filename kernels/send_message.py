@@ -90,7 +90,7 @@ def send_message(x: Tensor, endpoint: Endpoint, *, target: int, slot: int, full:
     block = row.blocks["BLOCK"] * 8 // words.element_size()
     launch(
         send_message_kernel,
-        endpoint.grid("send_message", x.nbytes, max(1, cdiv(n, block))),
+        endpoint.grid("send_message", x.nbytes, cdiv(n, block)),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         x_ptr=words,

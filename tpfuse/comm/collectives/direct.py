@@ -144,10 +144,13 @@ class DirectCollectives:
             pending.finish()
 
     def _staged(self, x: Tensor) -> Iterator[tuple[Channel, int, int, int, Tensor, list[Tensor]]]:
-        """Stage and signal x [..., n] piece by piece; yield (channel, epoch, start, size, the piece, all slots)."""
+        """Stage and signal x [..., n] piece by piece; yield (channel, epoch, start, size, the piece, all slots).
+
+        An empty x takes a round too: other ranks may have elements, and compare with this one in their rounds.
+        """
         channel = self._channel_of(x)
         size = channel.nbytes // x.element_size() // x.shape[:-1].numel()
-        for start in range(0, x.shape[-1], size):
+        for start in range(0, max(x.shape[-1], 1), size):
             piece = _cut(x, start, size)
             slots = channel.next_slots(x.dtype, *piece.shape)
             slots[self.memory.rank].copy_(piece)

@@ -120,11 +120,14 @@ class FusedCollectives:
         row_bytes: int,
         forward: Callable[[Tensor, Tensor, Endpoint], None],
     ) -> Handle:
-        """Call `forward` for one piece of the rows of x and out after another. Pack pieces of several rows for it."""
+        """Call `forward` for one piece of the rows of x and out after another, or once if they are empty.
+
+        Pieces of several rows are packed for it.
+        """
         size, width = row_bytes // x.element_size() // 16 * 16, rows[0].shape[-1]
         described = f"{op} {x.dtype} {list(x.shape)}"
         with self.memory.guard(described, kernel=True), span("communication", described):
-            for start in range(0, width, size):
+            for start in range(0, max(width, 1), size):
                 piece, target = (t[..., start : start + size] for t in rows)
                 packed = target.contiguous()
                 forward(piece.contiguous(), packed, self._endpoint)
