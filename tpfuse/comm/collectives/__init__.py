@@ -12,7 +12,9 @@ group in the same order, from one thread at a time. They raise PeerTimeout if a 
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +28,7 @@ from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.dispatch import Choice, Implementations, choose_implementation
 from tpfuse.comm.errors import Disagreement, named
-from tpfuse.comm.layout import check_local
+from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group
 from tpfuse.kernels.endpoint import SUMMED
 
@@ -85,7 +87,7 @@ def start_reduce_scatter(
         return x, DONE
     _check("reduce_scatter", x, group)
     if x.shape[0] % group.size():
-        raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {group.size()} ranks")
+        refuse("reduce_scatter", x, x.shape, group, f"{len(x)} rows cannot be split among {group.size()} ranks")
     x = x.detach().contiguous()
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     return out, (by or _summing(x, group)).reduce_scatter(x, out, later=later)
@@ -151,7 +153,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return x
     _check("all_to_all", x, group)
     if x.shape[0] != group.size():
-        raise ValueError(f"all_to_all: {x.shape[0]} rows: expected one for each of {group.size()} ranks")
+        refuse("all_to_all", x, x.shape, group, f"{len(x)} rows: expected one for each of {group.size()} ranks")
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     collectives_of(x, group).all_to_all(x, out).wait()
@@ -189,6 +191,22 @@ def compare(operation: str, device: torch.device, *groups: dist.ProcessGroup, by
         raise Disagreement(f"{named(rank)} runs {other}, {named(dist.get_rank())} runs {operation}")
     if device.type != "cpu":
         compared.add(known)
+
+
+def refuse(operator: str, x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, problem: str) -> NoReturn:
+    """Raise ValueError for what `operator` would communicate, of x's dtype and `shape`. problem: what is wrong with it.
+
+    The ranks compare first, so that none waits for one that stops alone: if others have another shape, every rank
+    raises Disagreement. Ranks that share no memory compare products only, as always.
+    """
+    if not is_traced(x):
+        operation = f"{operator} {x.dtype} {list(shape)}"
+        memory = choose_implementation(x.device, x.dtype, group).memory
+        if memory is not None:
+            memory.barrier(operation)
+        elif operator not in ("reduce_scatter", "all_to_all"):
+            compare(operation, x.device, group, by=TorchCollectives(group))
+    raise ValueError(f"{operator}: {problem}")
 
 
 def on_any_rank(flag: bool, device: torch.device, *groups: dist.ProcessGroup | None) -> bool:

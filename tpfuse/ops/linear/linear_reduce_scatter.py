@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from tpfuse.comm.collectives import refuse
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.autograd import apply, autocast, no_view, once_differentiable, refuse_tangents, wanted_gradients
 from tpfuse.ops.checks import check_linear, check_residual
@@ -66,10 +67,11 @@ def linear_reduce_scatter(
     check_linear(operator, x, weight, bias)
     if x.ndim < 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [world * n, ..., K]")
-    if len(x) % group.size():
-        raise ValueError(f"{operator}: {len(x)} rows cannot be split among {group.size()} ranks")
-    check_residual(operator, x, residual, (len(x) // group.size(), *x.shape[1:-1], len(weight)))
     x_, weight_, bias_ = autocast(x, weight, bias)
+    if len(x) % group.size():
+        shape, problem = (*x.shape[:-1], len(weight)), f"{len(x)} rows cannot be split among {group.size()} ranks"
+        refuse(operator, x_, shape, group, problem)
+    check_residual(operator, x, residual, (len(x) // group.size(), *x.shape[1:-1], len(weight)))
     if residual is not None and residual.dtype != x_.dtype:
         return linear_reduce_scatter(x, weight, bias, group) + residual
     chosen = products(x_, group)
