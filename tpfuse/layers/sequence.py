@@ -4,6 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpfuse.ops.autograd import no_view
 from tpfuse.ops.collectives import gather_last, replicate
 
 
@@ -22,8 +23,11 @@ def sequence_first(x: Tensor, dim: int) -> Tensor:
 
 
 def sequence_back(x: Tensor, dim: int) -> Tensor:
-    """Return x with its first dimension moved to `dim`: the inverse of `sequence_first`."""
-    return x if dim % x.ndim == 0 else x.movedim(0, dim)
+    """Return x, whose memory nothing else refers to, with its first dimension moved to `dim`, as no view of another.
+
+    It is the inverse of `sequence_first`. (FSDP lets nobody change in place what a layer returns as a view.)
+    """
+    return x if dim % x.ndim == 0 else no_view(x.movedim(0, dim))
 
 
 def packed_bias(
