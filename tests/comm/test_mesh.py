@@ -152,6 +152,7 @@ def _pipeline(mesh: DeviceMesh) -> object:
 _ENTRANCES: dict[str, Callable[[DeviceMesh], object]] = {
     "layer": lambda mesh: tpfuse.VocabParallelEmbedding(5, 4, device_mesh=mesh),
     "norm": lambda mesh: tpfuse.LayerNorm(4, device_mesh=mesh),
+    "norm of a sequence": lambda mesh: tpfuse.LayerNorm(4, sequence_parallel=True, device_mesh=mesh),
     "parallelize": lambda mesh: tpfuse.parallelize(nn.Linear(4, 4), mesh, {"": ColwiseParallel()}),
     "style": lambda mesh: parallelize_module(nn.Linear(4, 4), mesh, tpfuse.FusedColwiseParallel()),
     "context": ContextParallel,
@@ -168,6 +169,17 @@ def test_a_mesh_in_another_order_is_refused_wherever_it_enters() -> None:
         with pytest.raises(ValueError, match=r"ranks \[1, 0\] along axis dp: expected ascending order"):
             enter(mesh)
             pytest.fail(name)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 2]])
+@on_ranks(3)
+def test_a_rank_outside_of_a_mesh_is_refused_wherever_the_mesh_enters(ranks: list[int]) -> None:
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp",))
+    for name, enter in _ENTRANCES.items() if dist.get_rank() == 1 else ():
+        if name != "checkpoint":  # torch makes no such DTensor
+            with pytest.raises(ValueError, match=r"rank 1 is not in device_mesh, which has the ranks \[0"):
+                enter(mesh)
+                pytest.fail(name)
 
 
 @on_ranks(4)

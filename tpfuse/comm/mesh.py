@@ -122,11 +122,14 @@ def group_of_ends(device_mesh: DeviceMesh, first: int, last: int, *names: str) -
 def check_order(device_mesh: DeviceMesh | None) -> None:
     """Raise ValueError, on all ranks alike, unless ranks are in ascending order along each axis of a mesh.
 
+    Raise it too on a rank that is not in the mesh.
+
     torch numbers the ranks of a group in ascending order, and operators and kernels go by that number, but DTensor cuts
     a tensor by a rank's place in its mesh. In this order the two are one. Whatever takes a mesh from a user calls this.
     """
     if device_mesh is None:
         return
+    _check_member(device_mesh)
     names = _names(device_mesh)
     for axis in range(device_mesh.ndim):
         # A slice shows a rank its own group alone; the mesh that it was cut from has the groups of all ranks.
@@ -144,6 +147,15 @@ def check_order(device_mesh: DeviceMesh | None) -> None:
                 )
 
 
+def _check_member(device_mesh: DeviceMesh) -> None:
+    """Raise ValueError if this rank is not in the mesh."""
+    if device_mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in device_mesh, which has the ranks {device_mesh.mesh.tolist()}: only these"
+            " ranks make what is on it"
+        )
+
+
 def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:
     return () if device_mesh is None else device_mesh.mesh_dim_names or ()
 
@@ -151,7 +163,8 @@ def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:
 def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """Return the process group of a one-dimensional mesh; None if it has one rank.
 
-    Raise ValueError for a mesh of several axes (slice it first: `mesh["tp"]`) and for anything but a mesh.
+    Raise ValueError for a mesh of several axes (slice it first: `mesh["tp"]`), for one without this rank, and for
+    anything but a mesh.
     """
     if device_mesh is None:
         return None
@@ -164,6 +177,7 @@ def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
             f"device_mesh has {device_mesh.ndim} axes {device_mesh.mesh_dim_names}, expected one:"
             ' slice it, as in mesh["tp"]'
         )
+    _check_member(device_mesh)
     return device_mesh.get_group() if device_mesh.size() > 1 else None
 
 
