@@ -11,6 +11,7 @@ from tests.support.meshes import tensor_mesh
 from tpfuse.comm import collectives
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.layer_norm import LayerNorm
+from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.ops import collectives as differentiable
 from tpfuse.ops.attention import attention
@@ -41,6 +42,7 @@ def _table() -> list[tuple[Call, str]]:
     x, w, heads = torch.ones(2, 4), torch.ones(6, 4), torch.ones(1, 2, 4, 8)
     ids, scalar = torch.zeros(2, dtype=torch.int64), torch.tensor(1.0)
     dtensor = DTensor.from_local(x, mesh, [Replicate()])
+    dtensor_ids = DTensor.from_local(ids, mesh, [Replicate()])
     dtensor_heads = DTensor.from_local(heads, mesh, [Replicate()])
     no_mesh, no_group = "expected a one-dimensional DeviceMesh, or None for one rank", "expected its get_group()"
     is_dtensor = "is a DTensor: expected this rank's part of it"
@@ -63,6 +65,8 @@ def _table() -> list[tuple[Call, str]]:
         (lambda: _autocast(x, w.double(), group), "linear_all_reduce: weight is torch.float64, x is torch.float32"),
         (lambda: embedding(ids, x, 4, mesh), f"embedding: group is a DeviceMesh: {no_group}"),  # type: ignore[arg-type]
         (lambda: cross_entropy(dtensor, ids, 8, group), f"cross_entropy: logits {is_dtensor}"),
+        (lambda: linear_cross_entropy(x, w, dtensor_ids, 12, group), f"linear_cross_entropy: target {is_dtensor}"),
+        (lambda: PositionEmbedding(6, 4, device_mesh=mesh)(dtensor_ids), f"position_embedding: input {is_dtensor}"),
         (lambda: linear_cross_entropy(x, w, ids, 12, mesh), "linear_cross_entropy: group is a DeviceMesh"),  # type: ignore[arg-type]
     ]
     for product in (linear_all_reduce, linear_reduce_scatter, all_gather_linear):

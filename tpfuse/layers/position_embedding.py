@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.layout import copy_whole_, has_values
+from tpfuse.comm.layout import check_local, copy_whole_, has_values
 from tpfuse.layers.local_parameter import local_of
 from tpfuse.layers.on_mesh import OnMesh, check_embedding, check_kind, empty_parameter, shared_generator, take_
 from tpfuse.ops.collectives import replicate
@@ -64,5 +64,6 @@ class PositionEmbedding(OnMesh, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings [..., embedding_dim] of `input` [...] int64, the positions of this rank's tokens."""
+        check_local("position_embedding", input=input)
         weight = local_of(self, "weight")
         return F.embedding(input, replicate(weight, self.group if self.sum_gradients else None))

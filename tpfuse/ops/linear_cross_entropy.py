@@ -76,6 +76,7 @@ def linear_cross_entropy(
     the vocabulary.
     """
     x_, weight_ = autocast(x, weight)
+    check_local("linear_cross_entropy", target=target)
     _check(x_, weight_, vocabulary, group, weights, chunk_tokens)
     check_target(target, x, vocabulary)
     chunk = chunk_tokens or (1024 if x.device.type == "cpu" else chunk_of(len(x)))
