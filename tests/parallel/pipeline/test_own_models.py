@@ -19,7 +19,7 @@ from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.parallel.pipeline.parts import Parts
 from tpfuse.parallel.pipeline.pipeline import MicroBatch, Pipeline
-from tpfuse.testing.inputs import integers
+from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import on_ranks, pool
 
 VOCABULARY, WIDTH, SEQUENCES, TOKENS, BLOCKS, MICRO_BATCHES, STEPS = 13, 6, 2, 5, 7, 6, 3
@@ -276,6 +276,30 @@ def test_outputs_that_do_not_depend_on_the_input(schedule: str) -> None:
             [model.wte, model.positions, model.norm, model.head],
         ),
     )
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", *exhaustive("interleaved_1f1b", "zbv")])
+def test_tensors_that_are_no_parameters_have_gradients(schedule: str) -> None:
+    """`head` uses a number that is learned and in no module; a tensor of each micro-batch needs a gradient."""
+    found = []
+    for split in (True, False):
+        model, number = model_of(), torch.ones((), dtype=torch.float64, requires_grad=True)
+        shifts = [normal(index, WIDTH).double().requires_grad_() for index in range(MICRO_BATCHES)]
+        batches = [(*batch, shift) for batch, shift in zip(batches_of(0), shifts, strict=True)]
+
+        def embed(ids: Tensor, targets: Tensor, shift: Tensor, model: Model = model) -> Tensor:
+            return model.embed(ids, targets) + shift
+
+        def head(x: Tensor, *batch: Tensor, model: Model = model, number: Tensor = number) -> Tensor:
+            return model.loss(x * number + batch[2], *batch[:2])
+
+        options = {"schedule": schedule, "stages_per_rank": 2} if split else {}
+        ends = {"embed": (embed, [model.wte, model.positions]), "head": (head, [model.norm, model.head])}
+        pipeline_of(model, None, **ends, **options).step(batches)
+        found.append([leaf.grad for leaf in (number, *shifts, *model.parameters())])
+    for gradient, expected in zip(*found, strict=True):
+        assert gradient is not None and expected is not None
+        check_close(gradient, expected)
 
 
 def test_stages_have_equal_costs_and_tables_that_are_looked_up_cost_nothing() -> None:

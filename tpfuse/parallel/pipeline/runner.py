@@ -68,7 +68,8 @@ class _Flight:
     output: Tensor | GradientEdge | None  # where the backward pass begins; None if the output needs no gradient
     taken: list[tuple[int, Message]]  # the messages that are released at the end
     gradient: Tensor | None = None  # the gradient of the output; None on the last stage
-    groups: Any = None  # what torch keeps between the two parts of a split backward pass
+    weights: Sequence[Tensor] = ()  # the leaves whose gradients the second part of a split backward pass computes
+    groups: Any = None  # what torch keeps between the two parts
 
 
 def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) -> None:
@@ -289,7 +290,7 @@ class Runner:
         if action.kind is Kind.INPUT:
             self._backward_input(action, flight, taken)
         elif action.kind is Kind.WEIGHT and flight.groups is not None:
-            self._backward_weight(action, flight)
+            self._backward_weight(flight)
         elif flight.output is not None:
             gradient = flight.gradient
             if gradient is not None and action.stage in self._backward_routes:
@@ -329,19 +330,20 @@ class Runner:
         gradient = None
         if isinstance(flight.output, Tensor) and flight.x.requires_grad:
             gradients = None if flight.gradient is None else [flight.gradient]
-            weights, edge = map(leaf_of, self.parameters(action.stage)), get_gradient_edge(flight.output)
-            (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], weights)  # type: ignore[arg-type]
+            edge = get_gradient_edge(flight.output)
+            used = (leaf for leaf in _leaves_of(edge.node) if leaf is not flight.x)  # they need not be parameters
+            flight.weights = list(dict.fromkeys([*map(leaf_of, self.parameters(action.stage)), *used]))
+            (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], flight.weights)  # type: ignore[arg-type]
             flight.x.grad, flight.output = None, edge
             if gradient is not None:  # torch groups weights by what they share with the input
                 flight.groups = groups
         self._give(action, _or_zeros(gradient, flight.x), taken)
 
-    def _backward_weight(self, action: Action, flight: _Flight) -> None:
+    def _backward_weight(self, flight: _Flight) -> None:
         """Compute the gradients of the stage's weights, and run the hooks that autograd runs after accumulation."""
-        weights = [leaf_of(parameter) for parameter in self.parameters(action.stage)]
         with GraphExecGroup():  # each layer has a pass of its own: activations are recomputed once for all of them
-            backward_weights(weights, flight.groups)
-        for weight in weights:
+            backward_weights(flight.weights, flight.groups)
+        for weight in flight.weights:
             if weight.grad is not None:
                 for hook in tuple((weight._post_accumulate_grad_hooks or {}).values()):
                     hook(weight)
@@ -447,6 +449,21 @@ def leaf_of(parameter: Tensor) -> Tensor:
     """Return the tensor that accumulates a parameter's gradient (`tpfuse.layers.local_parameter.offer_leaf`)."""
     borrowed = getattr(parameter, "local_leaf", None)
     return parameter if borrowed is None else cast(Tensor, borrowed.value)
+
+
+def _leaves_of(output: Node) -> list[Tensor]:
+    """Return the leaves whose gradients a backward pass from this node computes, in the order of a walk from it."""
+    seen, left = {output}, [output]
+    found: list[Tensor] = []
+    while left:
+        node = left.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+            found.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
+    return found
 
 
 def routes(order: Order) -> tuple[list[Route], dict[int, int], dict[int, int]]:
