@@ -232,10 +232,30 @@ class Detached(Block):
             return super().forward(x.detach())
 
 
+class _Scaled(torch.autograd.Function):
+    """x * weight, whose weight counts as a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+class Scaled(Block):
+    """A block whose first weight gets no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Scaled.apply(x, self.norm.weight) + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return, no-untyped-call]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @on_ranks(2)
 def test_outputs_that_do_not_depend_on_the_input(schedule: str) -> None:
-    """Check blocks that pass no gradient on, a loss without the last block's output, and integers between stages."""
+    """Check blocks and weights without a gradient, a loss without the last block's output, integers between stages."""
     mesh = mesh_of(1, 1, pp=2)["pp"]
 
     def check(model: Model, whole: Model, forward: Any, **options: Any) -> None:
@@ -255,6 +275,10 @@ def test_outputs_that_do_not_depend_on_the_input(schedule: str) -> None:
             model.blocks[place].__class__ = Detached
             model.blocks[place].constant = constant
         check(*models, models[1])
+    models = model_of(), model_of()
+    for model in models:
+        model.blocks[4].__class__ = Scaled
+    check(*models, models[1])
     model, whole = model_of(), model_of()
     check(
         model,

@@ -104,10 +104,13 @@ def backward_weights(weights: Sequence[Tensor], groups: list[dict[str, Any]]) ->
                 # The gradients are complete: what arrives from other nodes of the group is part of them.
                 hooks.callback(node.register_prehook(lambda _, outputs=outputs: outputs).remove)
             edges, starts = zip(*known, strict=True)
-            found = torch.autograd.grad(edges, [GradientEdge(node, 0) for node in accumulators], starts)
+            ends = [GradientEdge(node, 0) for node in accumulators]
+            found: Sequence[Tensor | None] = torch.autograd.grad(edges, ends, starts, allow_unused=True)
         taken = set(map(_memory_of, starts))
         for node, gradient in zip(accumulators, found, strict=True):
             weight = weight_of[node]
+            if gradient is None:  # an autograd.Function has returned None for the weight
+                continue
             if weight.grad is not None:
                 weight.grad.add_(gradient)
                 continue
