@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
@@ -324,6 +325,35 @@ def test_tensors_that_are_no_parameters_have_gradients(schedule: str) -> None:
     for gradient, expected in zip(*found, strict=True):
         assert gradient is not None and expected is not None
         check_close(gradient, expected)
+
+
+class Reentrant(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class Failing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: {}["mine"])
+        return y
+
+
+@pytest.mark.parametrize(
+    ("block", "error", "text"),
+    [
+        (Reentrant, NotImplementedError, "^stage 1: its backward pass fails where zero_bubble splits it: .*reentrant"),
+        (Failing, KeyError, "^'mine'$"),
+    ],
+    ids=["reentrant", "own error"],
+)
+def test_a_split_backward_pass_that_fails_says_why(block: type[Block], error: type[Exception], text: str) -> None:
+    model = model_of()
+    model.blocks[5].__class__ = block
+    pipeline = pipeline_of(model, None, schedule="zero_bubble", stages_per_rank=2)
+    with pytest.raises(error, match=text):
+        pipeline.step(batches_of(0))
 
 
 def test_stages_have_equal_costs_and_tables_that_are_looked_up_cost_nothing() -> None:

@@ -325,7 +325,10 @@ class Runner:
         return [y.detach().clone()] if last else []
 
     def _backward_input(self, action: Action, flight: _Flight, taken: _Taken | None) -> None:
-        """Compute the gradient of the stage's input and send it. The first stage has none: all is left for later."""
+        """Compute the gradient of the stage's input and send it. The first stage has none: all is left for later.
+
+        Raise NotImplementedError for a graph that cannot be split.
+        """
         if flight.x is None:
             return
         from torch.distributed.pipelining._backward import stage_backward_input  # the order has imported the package
@@ -336,7 +339,16 @@ class Runner:
             edge = get_gradient_edge(flight.output)
             used = (leaf for leaf in _leaves_of(edge.node) if leaf is not flight.x)  # they need not be parameters
             flight.weights = list(dict.fromkeys([*map(leaf_of, self.parameters(action.stage)), *used]))
-            (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], flight.weights)  # type: ignore[arg-type]
+            try:
+                (gradient,), groups = stage_backward_input([flight.output], gradients, [flight.x], flight.weights)  # type: ignore[arg-type]
+            except RuntimeError as error:  # torch wraps every error
+                cause = error.__cause__ or error
+                if type(cause) is not RuntimeError:
+                    raise cause from None
+                raise NotImplementedError(
+                    f"stage {action.stage}: its backward pass fails where {self.order.schedule} splits it: {cause}: use"
+                    " schedule 1f1b, which splits none, checkpoint(use_reentrant=False) or blocks without torch.compile"
+                ) from cause
             flight.x.grad, flight.output = None, edge
             if gradient is not None:  # torch groups weights by what they share with the input
                 flight.groups = groups
