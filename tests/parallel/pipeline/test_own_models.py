@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.meshes import mesh_of
 from tests.support.tiers import exhaustive
 from tpfuse.comm.dispatch import symmetric_memory
+from tpfuse.comm.errors import RankFailed
 from tpfuse.comm.layout import copy_whole_, local_slices, local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
@@ -497,6 +498,30 @@ def test_messages_that_an_error_has_left_reach_no_later_step() -> None:
     found = pipeline.forward(batches_of(1)[:1])
     if last:
         torch.testing.assert_close(found[0], expected[0])
+
+
+@on_ranks(2)
+def test_an_error_of_the_first_pass_is_raised_on_every_rank_and_leaves_nothing() -> None:
+    mesh, model, fails = mesh_of(1, 1, pp=2), model_of(), [True]
+
+    def embed(*batch: Tensor) -> Tensor:
+        if fails[0]:
+            raise KeyError("a user's own")
+        return model.embed(*batch)
+
+    pipeline = pipeline_of(model, mesh["pp"], embed=(embed, [model.wte, model.positions]))
+    error: type[Exception]
+    error, text = KeyError, '^"a user\'s own"$'
+    if not pipeline.stages[0].first:
+        error, text = RankFailed, '^first pass of the pipeline failed on rank 0: KeyError: "a user\'s own"$'
+    for run, rows in ((pipeline.forward, 1), (pipeline.step, SEQUENCES)):
+        fails[0] = True
+        with pytest.raises(error, match=text):
+            run([(ids[:rows], targets[:rows]) for ids, targets in batches_of(1)])
+        fails[0] = False
+    losses = pipeline.step(batches_of(1))
+    expected = [loss.detach() for loss in one_step(model_of(), batches_of(1))]
+    torch.testing.assert_close(losses, expected if pipeline.has_last else [])
 
 
 def test_what_a_stage_returns_is_checked() -> None:

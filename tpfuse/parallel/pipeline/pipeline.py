@@ -111,7 +111,8 @@ class Pipeline:
         that of `tpfuse.zero.shard`, which then takes all gradients; `step` may be called once before an update.
         Raise ValueError for another number of micro-batches than the pipeline has, for micro-batches of other types or
         shapes, where gradients are disabled, and on the rank concerned for what a block or function returns that cannot
-        be trained: another shape, no tensor, a constant loss. Raise PeerTimeout if a rank is missing.
+        be trained: another shape, no tensor, a constant loss. Raise RankFailed on the others if the first stage fails
+        on its first micro-batch of a shape, and PeerTimeout if a rank is missing.
         """
         self._check(batches)
         if not torch.is_grad_enabled():

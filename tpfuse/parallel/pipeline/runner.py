@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.checkpoint import GraphExecGroup
 
-from tpfuse.comm.agreement import exchange
+from tpfuse.comm.agreement import agreement, exchange
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.collectives.one_model import compare_inputs
 from tpfuse.comm.dispatch import Choice, choose_implementation
@@ -214,7 +214,8 @@ class Runner:
         Gradients are accumulated as by `backward`. Hooks of torch's register_post_accumulate_grad_hook run once for
         each parameter, stage and micro-batch, even if the backward pass is split. engine: takes the gradients, and has
         begun a step. Raise ValueError for another number of micro-batches than the order has, and on every rank if
-        ranks pass different ones. Raise PeerTimeout if a rank is missing.
+        ranks pass different ones. Raise RankFailed if the first stage fails before ranks know the shape of messages:
+        then none is left. Raise PeerTimeout if a rank is missing.
         """
         if len(batches) != self.order.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches: expected {self.order.micro_batches}")
@@ -252,7 +253,8 @@ class Runner:
                 if action.kind is not Kind.FORWARD or action.micro_batch >= len(batches):
                     continue
                 taken = self._take(action)
-                y = self._compute(action.stage, None if taken is None else taken[0], batches[action.micro_batch])
+                with self._first_pass():
+                    y = self._compute(action.stage, None if taken is None else taken[0], batches[action.micro_batch])
                 if action.stage == self.order.stages - 1:
                     outputs[action.micro_batch] = tree_map(partial(_outside, taken), y)
                 else:
@@ -310,7 +312,8 @@ class Runner:
         x = None if taken is None else taken[0].detach()
         if x is not None and (x.is_floating_point() or x.is_complex()):
             x.requires_grad_()
-        y = self._compute(action.stage, x, batch)
+        with self._first_pass():
+            y = self._compute(action.stage, x, batch)
         last = action.stage == self.order.stages - 1
         if not last:
             self._give(action, y, taken)
@@ -412,7 +415,15 @@ class Runner:
         if self._key in self._shapes:
             self._choose_messages()
         elif 0 not in self.stages:
+            with self._first_pass():
+                pass  # the rank of the first stage computes
             self._agree_on_shape(None)
+
+    def _first_pass(self) -> AbstractContextManager[None]:
+        """Mark a pass: if others wait for its output to tell the shape of the messages, they learn of its error."""
+        if self.group is None or self._key in self._shapes:
+            return nullcontext()
+        return agreement("first pass of the pipeline", self.group)
 
     def _agree_on_shape(self, y: Tensor | None) -> None:
         """Learn the shape and dtype of the messages from the first output of the first stage, `y` on its rank."""
