@@ -434,7 +434,8 @@ def test_pipelines_of_two_ranks_refuse() -> None:
     for wrong, text in [
         (batches[:5], "5 micro-batches: expected (1 or )?6"),
         ([*batches[:5], batches[5][0]], "micro-batch 5 is a Tensor: expected a tuple of tensors"),
-        ([*batches[:5], (0, 1)], "micro-batch 5 is a tuple: expected a tuple of tensors"),
+        ([*batches[:5], (batches[5][0], None)], "element 1 of micro-batch 5 is a NoneType: expected a tensor"),
+        (zip(*zip(*batches, strict=True), strict=True), "the micro-batches are a zip: expected a list of tuples"),
         (
             [*batches[:2], short, *batches[3:]],
             r"micro-batch 2 has tensors \[1, 5\] int64, \[1, 5\] int64: expected \[2,",

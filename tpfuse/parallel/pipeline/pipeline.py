@@ -179,12 +179,17 @@ class Pipeline:
         """Return the lines that `tpfuse.explain` prints of the pipeline. Collective, and raises as `plan` does."""
         return self.plan().explanation()
 
-    def _check(self, batches: Sequence[MicroBatch]) -> None:
-        """Raise ValueError unless the micro-batches are tuples of tensors of equal shapes and dtypes."""
+    def _check(self, batches: Any) -> None:
+        """Raise ValueError unless the micro-batches are a list of tuples of tensors of equal shapes and dtypes."""
+        if not isinstance(batches, Sequence):
+            raise ValueError(f"the micro-batches are a {type(batches).__name__}: expected a list of tuples of tensors")
         first: list[str] = []
         for index, batch in enumerate(batches):
-            if not isinstance(batch, tuple) or not all(isinstance(x, Tensor) for x in batch):
+            if not isinstance(batch, tuple):
                 raise ValueError(f"micro-batch {index} is a {type(batch).__name__}: expected a tuple of tensors")
+            for place, x in enumerate(batch):
+                if not isinstance(x, Tensor):
+                    raise ValueError(f"element {place} of micro-batch {index} is {_described(x)}: expected a tensor")
             shapes = [_described(x) for x in batch]
             first = first or shapes
             if shapes != first:
