@@ -150,7 +150,7 @@ def test_a_token_file_needs_its_json(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not what `tpfuse prepare` writes"):
         open_token_file(tmp_path / "tokens.bin")
     (tmp_path / "tokens.json").unlink()
-    with pytest.raises(UserError, match=r"has no tokens.json beside it, .* pass --data.tokenizer gpt2"):
+    with pytest.raises(UserError, match=r"has no tokens.json .*, and --data.tokenizer bytes is for texts: pass --data"):
         read_data(DataOptions(path=tmp_path / "tokens.bin"), tmp_path)
     with pytest.raises(UserError, match="cannot read"):
         read_data(DataOptions(path=tmp_path / "absent.bin"), tmp_path)

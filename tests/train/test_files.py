@@ -598,7 +598,7 @@ def test_files_of_tokens_are_read_in_place(tmp_path: Path, make: Callable[[Path,
         (lambda f, t: _numpy(f, t, ">u2"), "found >u2"),
         (
             lambda f, t: _numpy(f, -t, "<i4"),
-            r"token 4294967295, or -1, at .* is outside the vocabulary of 256: name the",
+            r"token 4294967295, or -1, at .* is outside the vocabulary of 256: it is damaged, or",
         ),
         (lambda f, t: _bytes(f, t.astype("<u4").tobytes()), "every second of its uint16 is 0, as in tokens of 32 bits"),
         (lambda f, t: _bytes(f, b"version https://git-lfs.github.com/spec/v1\nsize 9\n"), "git lfs pull"),

@@ -223,9 +223,9 @@ def check_named(name: str, path: Path) -> None:
     """Raise UserError unless --data.tokenizer can name the tokenizer of a token file without a JSON file."""
     if name in ("bytes", "chars"):  # bytes is the default, and chars takes its vocabulary from a text
         raise UserError(
-            f"{path} has no {path.with_suffix('.json').name} beside it, which would name the tokenizer: pass"
-            " --data.tokenizer gpt2 if its tokens are GPT-2's (as in llm.c's files), or else the tokenizer's FILE.json;"
-            " Megatron's NAME.bin needs NAME.idx too"
+            f"{path} has no {path.with_suffix('.json').name} beside it, which would name the tokenizer, and"
+            f" --data.tokenizer {name} is for texts: pass --data.tokenizer gpt2 if its tokens are GPT-2's (as in"
+            " llm.c's files), or else the tokenizer's FILE.json; Megatron's NAME.bin needs NAME.idx too"
         )
 
 

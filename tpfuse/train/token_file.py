@@ -68,7 +68,10 @@ class _File:
             index, token = start + int(tokens.argmax()), int(tokens.max())
             negative = f", or {token - (1 << 8 * width)}," if width > 2 and token >> (8 * width - 1) else ""
             found = f"token {token}{negative} at {index} is outside the vocabulary of {self.vocab_size}"
-            raise DamagedTokens(f"{self.path}: {found}: name the tokenizer that made the file by --data.tokenizer")
+            raise DamagedTokens(
+                f"{self.path}: {found}: it is damaged, or another tokenizer has made it, which `tpfuse train` takes by"
+                " --data.tokenizer"
+            )
         return tokens.astype("<u4") if width == 8 else tokens
 
 
