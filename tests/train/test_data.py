@@ -459,7 +459,7 @@ def test_a_resumed_run_uses_the_tokens_in_its_folder(tmp_path: Path) -> None:
     shard.unlink()
     kept.unlink()
     with pytest.raises(UserError, match=r"tokens\.bin is missing, the run's tokens: put it back, or begin a new run"):
-        kept_tokens(run, DataOptions(path=text))
+        read_data(DataOptions(path=text), tmp_path, run)
     (run / "config.toml").write_text("")
     assert kept_tokens(run, DataOptions()) == (kept, None), "the default text"
 

@@ -185,6 +185,8 @@ def _found(paths: Sequence[Path | None], field: str, kept: Path | None, name: st
         copy = None if kept is None else kept.with_name(f"{own}.bin")
         files = None if path is None or (copy is not None and copy.exists()) else token_paths(path)
         if files is None and copy is not None:
+            if not copy.exists():
+                raise UserError(f"{copy} is missing, the run's tokens: put it back, or begin a new run by --init-from")
             found.append(_Files((copy,), str(path) if several else None))
         else:
             found.append(_Files(files) if files else _Text(find_text(path, field), own))
@@ -268,4 +270,4 @@ def _kept(file: Path, before: str | None, now: Path, used: str) -> Path | None:
         return None
     if not same:
         raise UserError(f"--resume with different data: {used}, not on {now}")
-    raise UserError(f"{file} is missing, the run's tokens: put it back, or begin a new run with --init-from")
+    return file
