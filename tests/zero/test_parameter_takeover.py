@@ -242,7 +242,7 @@ def test_hooks_see_the_gradient_of_each_pass() -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_ranks(2)
 def test_hooks_of_a_sharded_model_change_the_gradient_of_each_rank(when: str) -> None:
-    """Those of a parameter that stage 3 has replaced too. Every second pass has another hook."""
+    """Hooks of a parameter that stage 3 has replaced run too, and one that is removed runs no more."""
     rank, x = dist.get_rank(), normal(0, 2, 2, 3)
     model, plain = nn.Linear(3, 3), nn.Linear(3, 3)
     plain.load_state_dict(model.state_dict())

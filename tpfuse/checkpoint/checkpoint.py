@@ -303,8 +303,7 @@ def save(
 
     If the disk of any rank fails (OSError), `warn` is called and None is returned; all files of this save are removed
     as far as the disk allows. Raise ValueError for a negative step, and for shards that are not a partition of their
-    tensors, TypeError for a
-    state that JSON cannot hold, and RuntimeError if a rank died or raised another error.
+    tensors, TypeError for a state that JSON cannot hold, and RuntimeError if a rank died or raised another error.
     """
     if step < 0:
         raise ValueError(f"checkpoint.save: step is {step}: expected at least 0")

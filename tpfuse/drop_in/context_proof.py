@@ -65,9 +65,9 @@ def prove_context(model: nn.Module) -> None:
             made = stood_in(model, PROOF)
             ids = (3 + torch.arange(_SEQUENCES * 2 * _TOKENS)).view(_SEQUENCES, -1)
             positions = torch.arange(2 * _TOKENS).expand(_SEQUENCES, -1)
-            whole = _run(made, ids, positions)
+            whole = run(made, ids, position_ids=positions)
             for half in (slice(None, _TOKENS), slice(_TOKENS, None)):
-                found = _run(made, ids[:, half], positions[:, half])
+                found = run(made, ids[:, half], position_ids=positions[:, half])
                 agree(
                     "its tokens meet outside of attention too, and the output of half of them",
                     found,
@@ -92,8 +92,8 @@ def separates_documents(model: nn.Module) -> bool:
             made = stood_in(model, None)
             ids = (3 + torch.arange(_SEQUENCES * 2 * _TOKENS)).view(_SEQUENCES, -1)
             positions = torch.arange(2 * _TOKENS).remainder(_TOKENS).expand(_SEQUENCES, -1)
-            both = _run(made, ids, positions, use_cache=False)[:, _TOKENS:]
-            alone = _run(made, ids[:, _TOKENS:], positions[:, _TOKENS:], use_cache=False)
+            both = run(made, ids, position_ids=positions, use_cache=False)[:, _TOKENS:]
+            alone = run(made, ids[:, _TOKENS:], position_ids=positions[:, _TOKENS:], use_cache=False)
             agree("the output of a document behind another one", both, alone, largest_value(alone))
     except NotImplementedError:
         return False
@@ -158,9 +158,10 @@ def _passed(kept: list[Any], *args: Any, **kwargs: Any) -> Any:
     return with_first_tensor(kept[0], first_input(args, kwargs)) if kept else first_input(args, kwargs)
 
 
-def _run(made: nn.Module, ids: Tensor, positions: Tensor, **more: Any) -> Tensor:
+def run(made: nn.Module, ids: Tensor, **more: Any) -> Tensor:
+    """Return the first output of a copy for these arguments. Raise NotImplementedError for any error of its code."""
     try:
-        return first_tensor(made(input_ids=ids, position_ids=positions, return_dict=True, **more))
+        return first_tensor(made(input_ids=ids, return_dict=True, **more))
     except NotImplementedError:
         raise
     except Exception as error:  # any code may raise anything

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpfuse.drop_in.context_proof import stood_in
+from tpfuse.drop_in.context_proof import run, stood_in
 from tpfuse.drop_in.decoder_stages import DecoderStages, decoder_parts
-from tpfuse.drop_in.sketch import agree, apart, first_tensor, largest_value, line_of
+from tpfuse.drop_in.sketch import agree, apart, largest_value
 from tpfuse.parallel.pipeline.cut import Stage
 
 _IDS = torch.arange(3, 15, device="cpu").view(2, -1)
@@ -29,36 +29,28 @@ def prove_stages(model: nn.Module) -> None:
     try:
         with apart(), torch.no_grad():
             made = stood_in(model, None)
-            decoder, layers = decoder_parts(made).decoder, decoder_parts(made).of(made).blocks
+            parts = decoder_parts(made)
+            decoder, layers = parts.decoder, parts.of(made).blocks
             claimed, count = getattr(made.config, "num_hidden_layers", None), len(layers)
             if claimed != count:
                 raise NotImplementedError(f"its num_hidden_layers is {claimed}, and it has {count} layers")
             ran: list[int] = []
             for number, layer in enumerate(layers):
                 layer.register_forward_pre_hook(partial(_note, ran, number))
-            whole = first_tensor(_called(decoder))
+            whole = run(decoder, _IDS, use_cache=False)
             if ran != list(range(count)):
                 raise NotImplementedError("its forward does not run each layer once")
             ranges = [range(*ends) for ends in pairwise(sorted({0, 1, count - 1, count}))]
             cut = DecoderStages(made, [Stage(i, r, r.start == 0, r.stop == count) for i, r in enumerate(ranges)])
-            x = found = None
+            x, found = None, torch.empty(0)
             for stage in cut.stages:
                 with cut.only(stage, x, _IDS.shape) as running:
-                    found = _called(decoder)
+                    found = run(decoder, _IDS, use_cache=False)
                     x = running.output
-            agree("the output of its stages", first_tensor(found), whole, largest_value(whole))
+            agree("the output of its stages", found, whole, largest_value(whole))
     except NotImplementedError as reason:
         raise ValueError(f"a pipeline cannot cut {type(model).__name__}: {reason}; use a layout without pp") from None
 
 
 def _note(ran: list[int], number: int, *_: Any) -> None:
     ran.append(number)
-
-
-def _called(decoder: nn.Module) -> Any:
-    try:
-        return decoder(input_ids=_IDS, use_cache=False, return_dict=True)
-    except NotImplementedError:
-        raise
-    except Exception as error:  # any code may raise anything
-        raise NotImplementedError(f"it cannot be tried: {line_of(error)}") from None
